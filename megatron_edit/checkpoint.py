@@ -1,0 +1,239 @@
+"""Saving and resuming a run, bit for bit, at any step.
+
+    <save>/iter_0000100/            torch.distributed.checkpoint: every tensor of the run
+    <save>/iter_0000100/state.json  counters, layout, shape of the model, data
+    <save>/iter_0000100/effective_config.json
+    <save>/latest_checkpointed_iteration.txt
+
+Parameters and moments are kept per replica, for in the middle of a round they differ; anchor and
+outer momentum once, for they do not. Sharded tensors are DTensors, named as in the whole model.
+A checkpoint is written to a folder aside, which is then renamed; the tracker file is renamed into
+place last. So a folder that bears a checkpoint's name is whole. All hosts must see ``--save``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from megatron.core import tensor_parallel
+
+from megatron_edit.arguments import as_dict
+from megatron_edit.errors import ConfigurationError
+from megatron_edit.mesh import Mesh
+from megatron_edit.optimizer import EDiTDistributedOptimizer, like_parameter
+from megatron_edit.sync import SyncEngine
+
+TRACKER = "latest_checkpointed_iteration.txt"
+FORMAT = 1
+SHAPE = (
+    "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups",
+    "normalization", "swiglu", "disable_bias_linear", "untie_embeddings_and_output_weights",
+    "padded_vocab_size",
+)  # fmt: skip
+LAYOUT = (
+    "replicas", "pipeline_model_parallel_size", "shard_size", "tensor_model_parallel_size",
+    "num_layers_per_virtual_pipeline_stage",
+)  # fmt: skip
+
+
+def checkpoint_folder(root: str | Path, iteration: int) -> Path:
+    """The folder of a checkpoint."""
+    return Path(root) / f"iter_{iteration:07d}"
+
+
+def read_state(args: Namespace) -> dict[str, Any] | None:
+    """Reads and checks ``state.json`` of the checkpoint that ``--load`` names.
+
+    Cheap, and to be called before a model is built.
+
+    Args:
+        args: The arguments of the run, with ``padded_vocab_size``.
+
+    Returns:
+        Its content, or None without ``--load``.
+
+    Raises:
+        ConfigurationError: There is no checkpoint, or it is of another model or layout.
+    """
+    if args.load is None:
+        return None
+    tracker = Path(args.load) / TRACKER
+    try:
+        iteration = int(tracker.read_text())
+        state = json.loads((checkpoint_folder(args.load, iteration) / "state.json").read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(
+            f"--load: no readable checkpoint in {args.load}: {error}", per_host=True
+        ) from None
+    for what, names in (("model", SHAPE), ("layout", LAYOUT)):
+        for name in names:
+            saved, given = state[what][name], getattr(args, name)
+            if saved != given:
+                raise ConfigurationError(
+                    f"--load: the checkpoint in {args.load} has {name} {saved}, this run has "
+                    f"{given}; allowed: the same {what}"
+                )
+    return dict(state)
+
+
+def check_data(args: Namespace, state: dict[str, Any] | None, data: str) -> None:
+    """Refuses to resume on other data than the checkpoint's, unless told to.
+
+    Raises:
+        ConfigurationError: The data differ.
+    """
+    if state is None or args.finetune or args.override_data_path:
+        return
+    if state["data"] != data:
+        raise ConfigurationError(
+            f"--data-path: the data differ from those of the checkpoint in {args.load}; allowed: "
+            "the same files, weights, split, sequence length and seed; or --override-data-path"
+        )
+
+
+def save(args: Namespace, mesh: Mesh, optimizer: EDiTDistributedOptimizer, data: str) -> Path:
+    """Writes a checkpoint of the current step; to be called by all ranks between two steps.
+
+    Args:
+        args: The arguments of the run.
+        mesh: The mesh.
+        optimizer: Inner optimizer; its engine holds the rest.
+        data: What the data are, see :func:`megatron_edit.data.data_identity`.
+
+    Returns:
+        The folder of the checkpoint.
+    """
+    engine = optimizer.engine
+    final = checkpoint_folder(args.save, engine.step)
+    aside = final.with_name(final.name + ".tmp")
+    if args.rank == 0:
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir(parents=True)
+    dist.barrier()
+    tensors = _replica_tensors(optimizer, mesh) | _rng_tensors(args.rank)
+    if mesh.replica == 0:
+        tensors |= _shared_tensors(optimizer, mesh)
+    dcp.save(tensors, checkpoint_id=aside)
+    if args.rank == 0:
+        _write_json(aside / "effective_config.json", as_dict(args))
+        _write_json(aside / "state.json", _state(args, engine, data))
+        if final.exists():
+            shutil.rmtree(final)
+        aside.rename(final)
+        tracker = Path(args.save) / TRACKER
+        beside = tracker.with_suffix(".tmp")
+        beside.write_text(str(engine.step))
+        os.replace(beside, tracker)
+    dist.barrier()
+    return final
+
+
+def load(
+    args: Namespace, mesh: Mesh, optimizer: EDiTDistributedOptimizer, state: dict[str, Any]
+) -> None:
+    """Loads the checkpoint whose ``state.json`` is given; to be called by all ranks.
+
+    With ``--finetune`` or ``--no-load-optim`` the replicas start from the consolidated parameters,
+    the anchor, where the checkpoint has one.
+    """
+    engine = optimizer.engine
+    folder = checkpoint_folder(args.load, state["step"])
+    if args.finetune or args.no_load_optim:
+        source = "anchor" if state["has_anchor"] else f"replica{mesh.replica}.model"
+        _load_into(folder, _named(source, optimizer.named_parameters(), mesh))
+    else:
+        if state["has_anchor"]:
+            engine.create_anchor()
+        _load_into(folder, _replica_tensors(optimizer, mesh) | _shared_tensors(optimizer, mesh))
+        engine.round = state["round"]
+        engine.steps_in_round = state["steps_in_round"]
+    if not args.finetune:
+        engine.step = state["step"]
+        if not args.no_load_rng:
+            rng = _rng_tensors(args.rank)
+            _load_into(folder, rng)
+            _set_rng(args.rank, rng)
+
+
+def _state(args: Namespace, engine: SyncEngine, data: str) -> dict[str, Any]:
+    return {
+        "format": FORMAT,
+        "step": engine.step,
+        "round": engine.round,
+        "steps_in_round": engine.steps_in_round,
+        "has_anchor": bool(engine.outer),
+        "consumed_samples": engine.step * args.global_batch_size,
+        "model": {name: getattr(args, name) for name in SHAPE},
+        "layout": {name: getattr(args, name) for name in LAYOUT},
+        "data": data,
+    }
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def _named(prefix: str, tensors: dict[str, Any], mesh: Mesh) -> dict[str, torch.Tensor]:
+    """Names tensors in the checkpoint: a part that a tensor-parallel rank holds bears its rank."""
+    part = f"@tp{mesh.tensor_rank}of{mesh.tensor_parallel}" if mesh.tensor_parallel > 1 else ""
+    return {f"{prefix}.{name}{part}": tensor.detach() for name, tensor in tensors.items()}
+
+
+def _replica_tensors(optimizer: EDiTDistributedOptimizer, mesh: Mesh) -> dict[str, torch.Tensor]:
+    """Parameters and moments of this replica."""
+    prefix = f"replica{mesh.replica}"
+    counters = {f"{prefix}.skipped_steps": optimizer.skipped_steps}
+    model = _named(f"{prefix}.model", optimizer.named_parameters(), mesh)
+    return model | _named(f"{prefix}.optimizer", optimizer.named_moments(), mesh) | counters
+
+
+def _shared_tensors(optimizer: EDiTDistributedOptimizer, mesh: Mesh) -> dict[str, torch.Tensor]:
+    """What all replicas agree on: anchor, outer momentum, detector."""
+    engine = optimizer.engine
+    anchors: dict[str, torch.Tensor] = {}
+    momenta: dict[str, torch.Tensor] = {}
+    for state in engine.outer:
+        for named, flat in ((anchors, state.anchor), (momenta, state.momentum)):
+            if flat is None:
+                continue
+            views = state.unit.views(flat)
+            for (name, parameter), view in zip(state.unit.parameters.items(), views, strict=True):
+                named[name] = like_parameter(view, parameter)
+    detector = {f"detector.{k}": v for k, v in engine.detector.state_dict().items()}
+    return _named("anchor", anchors, mesh) | _named("outer_momentum", momenta, mesh) | detector
+
+
+def _load_into(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Fills tensors in place."""
+    dcp.load(tensors, checkpoint_id=folder)
+
+
+def _rng_tensors(rank: int) -> dict[str, torch.Tensor]:
+    states = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state()
+    tracker = tensor_parallel.get_cuda_rng_tracker().get_states()
+    states |= {f"tracker.{name}": state for name, state in tracker.items()}
+    return {f"rng.rank{rank}.{name}": state.clone() for name, state in states.items()}
+
+
+def _set_rng(rank: int, tensors: dict[str, torch.Tensor]) -> None:
+    prefix = f"rng.rank{rank}."
+    states = {name.removeprefix(prefix): state for name, state in tensors.items()}
+    tracker = {
+        name.removeprefix("tracker."): state
+        for name, state in states.items()
+        if name.startswith("tracker.")
+    }
+    tensor_parallel.get_cuda_rng_tracker().set_states(tracker)
+    if "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"])
+    torch.set_rng_state(states["cpu"])

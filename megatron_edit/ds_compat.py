@@ -1,0 +1,92 @@
+"""What we use of DeepSpeed, and of torch, beyond their public interface; each name once."""
+
+from __future__ import annotations
+
+import logging
+import os
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_edit.errors import ConfigurationError
+
+
+def init_distributed(backend: str, timeout_minutes: float) -> None:
+    """Joins the process group through DeepSpeed, under any launcher that sets RANK and so on.
+
+    Args:
+        backend: ``nccl`` or ``gloo``.
+        timeout_minutes: Bound of every wait in the default group.
+
+    Raises:
+        ConfigurationError: The master port is in use.
+    """
+    if not torch.cuda.is_available():
+        # Said beforehand, or every rank warns that it found no accelerator.
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    import deepspeed
+    from deepspeed.ops import __compatible_ops__
+    from deepspeed.utils import logger
+
+    logger.setLevel(logging.WARNING)
+    if not torch.cuda.is_available():
+        # Otherwise it is compiled, for over a minute and with a C++ compiler; nothing here uses it.
+        __compatible_ops__["deepspeed_shm_comm"] = False
+    try:
+        deepspeed.init_distributed(
+            dist_backend=backend, timeout=timedelta(minutes=timeout_minutes), verbose=False
+        )
+    except dist.DistNetworkError as error:
+        if "EADDRINUSE" not in str(error) and "address already in use" not in str(error):
+            raise
+        raise ConfigurationError(
+            "MASTER_PORT is in use on this host; allowed: a free port; choose another with "
+            "--master_port of the launcher"
+        ) from None
+
+
+def default_store() -> dist.Store:
+    """The key-value store by which the default process group was made."""
+    return dist.distributed_c10d._get_default_store()
+
+
+def monitor_master(ds_config: dict[str, Any]) -> Any:
+    """DeepSpeed's MonitorMaster (TensorBoard, csv, wandb) for the sections of a DeepSpeed JSON."""
+    from deepspeed.monitor.config import get_monitor_config
+    from deepspeed.monitor.monitor import MonitorMaster
+
+    return MonitorMaster(get_monitor_config(ds_config))
+
+
+def configure_comms_logger(ds_config: dict[str, Any]) -> bool:
+    """Sets DeepSpeed's comms logger up as the JSON says; returns whether it is on."""
+    section = ds_config.get("comms_logger", {})
+    if not section.get("enabled", False):
+        return False
+    from deepspeed.comm.comm import comms_logger
+    from deepspeed.comm.config import DeepSpeedCommsConfig
+
+    comms_logger.configure(DeepSpeedCommsConfig({"comms_logger": section}))
+    return True
+
+
+def log_collective(operation: str, milliseconds: float, size: int) -> None:
+    """Adds one collective between replicas to DeepSpeed's comms logger.
+
+    Args:
+        operation: ``all_reduce`` or ``all_gather_into_tensor``.
+        milliseconds: From its start until its result was waited for.
+        size: Bytes of the tensor, as DeepSpeed counts them.
+    """
+    from deepspeed.comm.comm import comms_logger
+
+    comms_logger.append(operation, operation, milliseconds, size)
+
+
+def print_comms_summary() -> None:
+    """Prints DeepSpeed's table of logged collectives; to be called on all ranks."""
+    import deepspeed.comm
+
+    deepspeed.comm.log_summary()

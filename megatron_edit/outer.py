@@ -1,0 +1,55 @@
+"""The outer optimizer: SGD with momentum on the anchor, fed with pseudo gradients."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+@torch.no_grad()
+def outer_step_(
+    anchor: Tensor,
+    momentum: Tensor | None,
+    pseudo_grad: Tensor,
+    lr: float,
+    mu: float,
+    nesterov: bool,
+    apply: Tensor,
+) -> None:
+    """Updates the anchor and the outer momentum in place, unless the unit is rolled back.
+
+    With g the pseudo gradient: m <- mu m + g, then anchor <- anchor - lr (g + mu m) with
+    Nesterov momentum and anchor <- anchor - lr m without. The operations are those of
+    `torch.optim.SGD`, in its order, so that the results are bitwise the same. One temporary of
+    the size of the anchor is allocated.
+
+    Args:
+        anchor: fp32, any shape.
+        momentum: Like `anchor`. None is allowed when `mu` is 0, where it has no effect.
+        pseudo_grad: Like `anchor`, averaged over the replicas and clipped; it is not modified.
+        lr: Outer learning rate.
+        mu: Outer momentum.
+        nesterov: Whether to look ahead along the momentum.
+        apply: 0-dim bool or number on the anchor's device. 0 (every replica is anomalous) leaves
+            anchor and momentum bitwise as they are, without a host sync.
+
+    Raises:
+        ValueError: `momentum` is None but `mu` is not 0.
+    """
+    if momentum is None and mu != 0:
+        raise ValueError(f"outer momentum {mu} needs a momentum buffer")
+    # Selected, never multiplied: 0 * NaN is NaN, and -0.0 + 0.0 loses the sign bit.
+    chosen = apply if apply.dtype == torch.bool else apply != 0
+    update = pseudo_grad
+    if momentum is None:
+        scratch = torch.empty_like(anchor)
+    else:
+        # Not `add(alpha=mu)` alone: that may fuse the product and the sum, SGD rounds twice here.
+        scratch = torch.mul(momentum, mu).add_(pseudo_grad)
+        torch.where(chosen, scratch, momentum, out=momentum)
+        if nesterov and mu != 0:
+            update = torch.add(pseudo_grad, momentum, alpha=mu, out=scratch)
+        elif mu != 0:
+            update = momentum
+    torch.add(anchor, update, alpha=-lr, out=scratch)
+    torch.where(chosen, scratch, anchor, out=anchor)

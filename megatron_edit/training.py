@@ -1,0 +1,311 @@
+"""The parts of the training loop: one step, evaluation, figures for the log, reasons to stop."""
+
+from __future__ import annotations
+
+import signal
+import time
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.pipeline_parallel import get_forward_backward_func
+
+from megatron_edit import cpu
+from megatron_edit.data import train_iterator, validation_iterator, validation_order
+from megatron_edit.data_parallel import EDiTDataParallel
+from megatron_edit.exit_agreement import ExitAgreement
+from megatron_edit.mesh import Mesh
+from megatron_edit.model import flops_per_token
+from megatron_edit.monitor import Interval
+from megatron_edit.optimizer import EDiTDistributedOptimizer
+
+Batches = Iterator[dict[str, torch.Tensor]]
+
+
+class TooManyNansError(RuntimeError):
+    """``--max-nan-iterations`` steps in a row had a non-finite loss."""
+
+
+def optimizer_config(args: Namespace) -> OptimizerConfig:
+    """megatron-core's optimizer configuration."""
+    return OptimizerConfig(
+        lr=args.lr,
+        min_lr=args.min_lr,
+        weight_decay=args.weight_decay,
+        adam_beta1=args.adam_beta1,
+        adam_beta2=args.adam_beta2,
+        adam_eps=args.adam_eps,
+        clip_grad=args.clip_grad,
+    )
+
+
+def build_scheduler(
+    args: Namespace, optimizer: EDiTDistributedOptimizer
+) -> OptimizerParamScheduler:
+    """Megatron's learning-rate schedule, counted in samples of all replicas."""
+    decay = args.lr_decay_iters * args.global_batch_size
+    warmup = args.lr_warmup_iters * args.global_batch_size
+    if args.lr_warmup_fraction is not None:
+        warmup = int(args.lr_warmup_fraction * decay)
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=args.lr,
+        min_lr=args.min_lr,
+        lr_warmup_steps=warmup,
+        lr_decay_steps=decay,
+        lr_decay_style=args.lr_decay_style,
+        start_wd=args.weight_decay,
+        end_wd=args.weight_decay,
+        wd_incr_steps=args.train_iters * args.global_batch_size,
+        wd_incr_style="constant",
+    )
+
+
+def forward_step(batches: Batches | None, model: Any) -> tuple[torch.Tensor, Any]:
+    """megatron-core's ``forward_step_func``: the output of a chunk and how to make a loss of it."""
+    if batches is None:
+        return model(None, None, None), partial(_mean_loss, None)
+    batch = {
+        name: tensor.to(cpu.device(), non_blocking=True) for name, tensor in next(batches).items()
+    }
+    output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
+    return output, partial(_mean_loss, batch["loss_mask"])
+
+
+def _mean_loss(
+    mask: torch.Tensor | None, losses: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean over the tokens of a micro-batch that count; the second value is for the log."""
+    assert mask is not None, "the last pipeline stage reads no data"
+    loss = (losses.float() * mask).sum() / mask.sum().clamp(min=1.0)
+    return loss, loss.detach().clone()
+
+
+@dataclass
+class Totals:
+    """Sums since the last log line, on the device; reading them is left to the log line."""
+
+    loss: torch.Tensor
+    nan_iterations: torch.Tensor
+    nans_in_row: torch.Tensor
+    most_nans_in_row: torch.Tensor
+    skipped_before: torch.Tensor
+    steps: int = 0
+    exposed_ms: float = 0.0
+    started_s: float = field(default_factory=time.perf_counter)
+
+    def add(self, loss: torch.Tensor) -> None:
+        """Adds the mean loss of a step."""
+        bad = ~torch.isfinite(loss)
+        self.loss += torch.where(bad, torch.zeros_like(loss), loss)
+        self.nan_iterations += bad
+        self.nans_in_row = torch.where(bad, self.nans_in_row + 1, torch.zeros_like(loss))
+        self.most_nans_in_row = torch.maximum(self.most_nans_in_row, self.nans_in_row)
+        self.steps += 1
+
+
+class Trainer:
+    """One rank's training: what happens in a step and around it.
+
+    Args:
+        args: The arguments of the run.
+        mesh: The mesh.
+        chunks: This rank's wrapped model chunks.
+        optimizer: Their optimizer.
+        datasets: Train, validation and test dataset; the last two may be None.
+    """
+
+    def __init__(
+        self,
+        args: Namespace,
+        mesh: Mesh,
+        chunks: list[EDiTDataParallel],
+        optimizer: EDiTDistributedOptimizer,
+        datasets: Sequence[Any],
+    ) -> None:
+        self.args, self.mesh, self.chunks, self.optimizer = args, mesh, chunks, optimizer
+        self.engine = optimizer.engine
+        self.scheduler = build_scheduler(args, optimizer)
+        self.train_data, self.valid_data, self.test_data = datasets
+        self._started_s = time.monotonic()
+        self._grad_norm = torch.zeros((), device=self.engine.device)
+        self._totals = self._new_totals(torch.zeros((), device=self.engine.device))
+
+    def start(self) -> None:
+        """Takes up data and learning rate at the engine's step."""
+        self.scheduler.step(self.engine.step * self.args.global_batch_size)
+        self._batches = [
+            train_iterator(
+                self.train_data,
+                self.args,
+                self.mesh.replica,
+                self.mesh.shard_rank,
+                self.engine.step,
+            )
+            if self._reads_data(chunk)
+            else None
+            for chunk in self.chunks
+        ]
+        self._totals = self._new_totals(self._totals.nans_in_row)
+
+    def step(self) -> None:
+        """One inner step of this replica; it may begin with a synchronisation."""
+        self.optimizer.zero_grad()
+        for chunk in self.chunks:
+            chunk.train()
+        losses = self._forward_backward(self._batches, self.args.num_microbatches)
+        self._learning_rate = self.optimizer.param_groups[0]["lr"]
+        _, self._grad_norm, _ = self.optimizer.step()
+        self.scheduler.step(self.args.global_batch_size)
+        self._totals.add(_mean(losses, self.engine.device))
+
+    def _forward_backward(
+        self, batches: list[Batches | None], micro_batches: int, forward_only: bool = False
+    ) -> list[torch.Tensor]:
+        """Runs the pipeline schedule; returns the micro-batches' losses on the last stage."""
+        one = len(self.chunks) == 1
+        losses: list[torch.Tensor] = get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=batches[0] if one else batches,
+            model=self.chunks[0] if one else self.chunks,
+            num_microbatches=micro_batches,
+            seq_length=self.args.seq_length,
+            micro_batch_size=self.args.micro_batch_size,
+            forward_only=forward_only,
+        )
+        return losses
+
+    def _reads_data(self, chunk: EDiTDataParallel) -> bool:
+        return bool(chunk.module.pre_process or chunk.module.post_process)
+
+    @torch.no_grad()
+    def evaluate(self, dataset: Any) -> list[float]:
+        """Mean loss of each replica on the same samples; changes nothing that training sees."""
+        for chunk in self.chunks:
+            chunk.eval()
+        batches = [
+            validation_iterator(dataset, self.args, self.mesh.shard_rank)
+            if self._reads_data(chunk)
+            else None
+            for chunk in self.chunks
+        ]
+        micro_batches = validation_order(self.args).num_microbatches
+        losses: list[torch.Tensor] = []
+        with self.engine.evaluated_parameters():
+            for _ in range(self.args.eval_iters):
+                losses += self._forward_backward(batches, micro_batches, forward_only=True)
+        for chunk in self.chunks:
+            chunk.train()
+        sums = self._per_replica(_mean(losses, self.engine.device).reshape(1))
+        return [float(row[0]) for row in sums]
+
+    def interval(self) -> Interval:
+        """Figures since the last call, of all replicas; called by all ranks at the same step.
+
+        Raises:
+            TooManyNansError: The loss of some replica has been non-finite for too long.
+        """
+        totals, engine = self._totals, self.engine
+        skipped = self.optimizer.skipped_steps
+        own = torch.stack(
+            [totals.loss, totals.nan_iterations, totals.most_nans_in_row, totals.nans_in_row]
+        )
+        loss, nans, most_nans, _ = self._per_replica(own).unbind(dim=1)
+        counts = self.mesh.sync.all_gather(
+            torch.stack([skipped - totals.skipped_before, self._grad_norm]),
+            "gathering the log line",
+        )
+        # A replica without a finite step in the interval has no loss to report.
+        finite = totals.steps - nans
+        losses = torch.where(finite > 0, loss / finite.clamp(min=1), torch.nan)
+        step_s = (time.perf_counter() - totals.started_s) / max(totals.steps, 1)
+        tokens_per_rank = self.args.global_batch_size * self.args.seq_length / self.args.world_size
+        result = Interval(
+            iteration=engine.step,
+            consumed_samples=engine.step * self.args.global_batch_size,
+            step_ms=1e3 * step_s,
+            learning_rate=self._learning_rate,
+            losses=losses.tolist(),
+            grad_norm=float(counts[0, 1]),
+            skipped=int(counts[:, 0].sum()),
+            nan_iterations=int(nans.sum()),
+            sync_round=engine.round,
+            exposed_ms=totals.exposed_ms / max(totals.steps, 1),
+            tflops=flops_per_token(self.args) * tokens_per_rank / step_s / 1e12,
+        )
+        worst = int(most_nans.max())
+        self._totals = self._new_totals(totals.nans_in_row)
+        if worst >= self.args.max_nan_iterations:
+            raise TooManyNansError(
+                f"the loss of replica {int(most_nans.argmax())} was not finite for {worst} "
+                f"iterations in a row, --max-nan-iterations {self.args.max_nan_iterations}"
+            )
+        return result
+
+    def add_exposed(self, milliseconds: float) -> None:
+        """Counts time that a synchronisation waited for other replicas."""
+        self._totals.exposed_ms += milliseconds
+
+    def _per_replica(self, own: torch.Tensor) -> torch.Tensor:
+        """Averages ``[n]`` values of the ranks that compute a loss, per replica: ``[R, n]``."""
+        counts = self.mesh.is_last_stage and self.mesh.tensor_rank == 0
+        own = own * (float(counts) / self.mesh.shard)
+        if self.mesh.replica_size > 1:
+            dist.all_reduce(own, group=self.mesh.worker_group)
+        return self.mesh.sync.all_gather(own, "gathering the log line")
+
+    def _new_totals(self, nans_in_row: torch.Tensor) -> Totals:
+        zero = torch.zeros((), device=self.engine.device)
+        return Totals(
+            loss=zero.clone(),
+            nan_iterations=zero.clone(),
+            nans_in_row=nans_in_row,
+            most_nans_in_row=nans_in_row.clone(),
+            skipped_before=self.optimizer.skipped_steps.clone(),
+        )
+
+
+def _mean(losses: list[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """0-dim mean; 0 on a stage without losses."""
+    if not losses:
+        return torch.zeros((), device=device)
+    return torch.stack(losses).mean()
+
+
+class StopConditions:
+    """Reasons to stop before the last iteration: SIGTERM, ``--exit-interval`` and the clock.
+
+    Args:
+        args: The arguments of the run.
+        agreement: Makes all ranks stop after the same step.
+    """
+
+    def __init__(self, args: Namespace, agreement: ExitAgreement | None) -> None:
+        self._args, self._agreement = args, agreement
+        self._started_s = time.monotonic()
+        self._signalled = False
+        if args.exit_signal_handler:
+            signal.signal(signal.SIGTERM, self._on_signal)
+
+    def _on_signal(self, *_: object) -> None:
+        self._signalled = True
+
+    def reason(self, step: int) -> str | None:
+        """Why the run stops now, at the top of a step; None to go on. All ranks get the same."""
+        if self._args.exit_interval and step and step % self._args.exit_interval == 0:
+            return f"--exit-interval {self._args.exit_interval}"
+        if self._agreement is None:
+            return None
+        if self._signalled:
+            self._agreement.request("SIGTERM")
+        minutes = self._args.exit_duration_in_mins
+        if minutes is not None and time.monotonic() - self._started_s > 60 * minutes:
+            self._agreement.request(f"--exit-duration-in-mins {minutes}")
+        return self._agreement.reason if self._agreement.stops_at(step) else None
