@@ -1,15 +1,31 @@
 #!/usr/bin/env bash
 # Makes .venv with everything in requirements.txt, once. Sourced by the other scripts.
 #
-# PYTHON   interpreter to use (default python3.11)
+# PYTHON   Python 3.11 to make it with (default: python3.11)
+# VENV     an environment of your own, used as it is; nothing is installed
+#
+# pip's own settings (PIP_INDEX_URL, PIP_FIND_LINKS, ...) apply.
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-stamp=$root/.venv/.installed
-if ! cmp -s "$root/requirements.txt" "$stamp" 2>/dev/null; then
-  echo "setting up $root/.venv (once; a few minutes)"
-  "${PYTHON:-python3.11}" -m venv "$root/.venv"
-  "$root/.venv/bin/pip" install --quiet --disable-pip-version-check -r "$root/requirements.txt"
-  cp "$root/requirements.txt" "$stamp"
+if [[ -n ${VENV:-} ]]; then
+  venv=$(cd "$VENV" && pwd)
+else
+  venv=$root/.venv
+  # The list that was installed, kept once all of it is there.
+  stamp=$venv/.installed
+  if ! cmp -s "$root/requirements.txt" "$stamp"; then
+    python=${PYTHON:-python3.11}
+    if ! "$python" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null; then
+      echo "error: '$python' is no Python 3.11; name one with PYTHON=..." >&2
+      exit 2
+    fi
+    echo "setting up $venv (once; a few minutes)"
+    rm -f "$stamp"
+    "$python" -m venv "$venv"
+    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check \
+      -r "$root/requirements.txt"
+    cp "$root/requirements.txt" "$stamp"
+  fi
 fi
-export PATH=$root/.venv/bin:$PATH
+export PATH=$venv/bin:$PATH

@@ -188,6 +188,12 @@ def rank_batches(case: Case, step: int, replica: int, shard_rank: int) -> list[t
     return list(own.chunk(case.micro_batches))
 
 
+def replica_batches(case: Case, step: int, replica: int) -> list[torch.Tensor]:
+    """Micro-batches of a replica: those of its shard ranks, put together."""
+    ranks = [rank_batches(case, step, replica, rank) for rank in range(case.shard)]
+    return [torch.cat(same) for same in zip(*ranks, strict=True)]
+
+
 def mesh_of(case: Case) -> Mesh:
     """The mesh of a case; one per process."""
     return build_mesh(case.replicas, case.tp, case.pp, case.vpp, timeout_minutes=1)
@@ -250,9 +256,16 @@ def whole_models(case: Case, count: int) -> list[Any]:
     return [build_model(whole.args())[0] for _ in range(count)]
 
 
-def run_reference(case: Case) -> tuple[dict[str, Any], list[float], dict[str, Any]]:
-    """Start weights, losses and final anchor of the naive reference; needs a world of one rank."""
+def run_reference(
+    case: Case, prepare: Callable[[Any], None] | None = None
+) -> tuple[dict[str, Any], list[float], dict[str, Any]]:
+    """Start weights, losses and final anchor of the naive reference; needs a world of one rank.
+
+    ``prepare`` is called with every model before the first step.
+    """
     models = whole_models(case, case.replicas)
+    for model in models if prepare is not None else []:
+        prepare(model)
     units: dict[str, list[str]] = {name: [] for name in unit_names(case.layers, case.tied)}
     for name, _ in models[0].named_parameters():
         units[_unit_of(name, case.tied)].append(name)
@@ -268,8 +281,7 @@ def run_reference(case: Case) -> tuple[dict[str, Any], list[float], dict[str, An
     )
     losses = []
     for step in range(case.steps):
-        everything = samples(step, case.replicas * case.samples_per_replica)
-        batches = [own.chunk(case.micro_batches) for own in everything.chunk(case.replicas)]
+        batches = [replica_batches(case, step, replica) for replica in range(case.replicas)]
         losses.append(reference.step(batches, learning_rate(step)))
     reference.synchronize()
     assert reference.rounds >= 5
@@ -282,9 +294,16 @@ def _unit_of(name: str, tied: bool) -> str:
     return "embedding" if tied or name.startswith("embedding") else "head"
 
 
-def run_engine(case: Case, weights: dict[str, Any], final: dict[str, Any]) -> dict[str, Any]:
+def run_engine(
+    case: Case,
+    weights: dict[str, Any],
+    final: dict[str, Any],
+    prepare: Callable[[Any], None] | None = None,
+) -> dict[str, Any]:
     """Trains a case on this rank; returns its losses and the distance from the final anchor."""
     training = start(case, weights)
+    for chunk in training.chunks if prepare is not None else []:
+        prepare(chunk.module)
     losses = [training.step() for _ in range(case.steps)]
     training.engine.synchronize()
     return {
@@ -323,7 +342,7 @@ def digest(tensors: Iterable[torch.Tensor]) -> str:
     """A hash of the bits of some tensors."""
     sha = hashlib.sha256()
     for tensor in tensors:
-        sha.update(tensor.detach().contiguous().view(torch.uint8).numpy().tobytes())
+        sha.update(tensor.detach().contiguous().numpy().tobytes())
     return sha.hexdigest()
 
 

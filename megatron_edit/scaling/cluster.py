@@ -107,6 +107,8 @@ class Search(_Section):
     """Synchronous steps at the start of a run of local SGD."""
     max_loss_penalty: Annotated[float, Field(ge=0, lt=1)] = 0.01
     """Largest relative loss penalty against synchronous training that is acceptable."""
+    fewest_rounds: Count = 30
+    """Fewest synchronisations of a run of local SGD; the outer momentum needs dozens to act."""
     deadline_days: Positive | None = None
     """Longest training time; a plan that cannot keep it is refused."""
 
@@ -245,7 +247,7 @@ def read_cluster(path: Path) -> Cluster:
         ConfigurationError: The file cannot be read, or a field is wrong.
     """
     try:
-        values = yaml.load(path.read_text(encoding="utf-8"), _StrictLoader)  # noqa: S506
+        values = yaml.load(path.read_text(encoding="utf-8"), _StrictLoader)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"{path}: cannot be read ({error})") from None
     except yaml.YAMLError as error:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 from scipy.stats import permutation_test
 
 from megatron_edit.errors import ConfigurationError
@@ -121,7 +122,7 @@ def _table(by_point: dict[tuple[float, float], Run], keys: Sequence[tuple[float,
 
 
 def _parameter_differences(
-    left: Table, right: Table, form: Form, counts: Array
+    left: Table, right: Table, form: Form, counts: NDArray[np.int64]
 ) -> dict[str, Range]:
     """Returns left minus right of each parameter; empty where the pairs do not determine them."""
     try:

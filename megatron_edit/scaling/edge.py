@@ -8,12 +8,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from scipy.stats import norm
+from scipy.special import ndtri
 
 from megatron_edit.errors import ConfigurationError
-from megatron_edit.scaling.closed_forms import state_bytes, step_seconds
+from megatron_edit.scaling.closed_forms import Infeasible, Round, state_bytes, step_seconds
 from megatron_edit.scaling.cluster import COMPRESSION_FACTORS, Cluster, Devices
 from megatron_edit.scaling.penalty import LossPenalty, tokens_to_equal_loss
+from megatron_edit.scaling.published import UTILISATIONS
 from megatron_edit.scaling.topology import GATHERS_PER_STEP
 
 DAY = 86400.0
@@ -42,6 +43,8 @@ class EdgePlan:
         penalty: Relative loss penalty.
         token_factor: Factor on the tokens that makes up for it; None where none does.
         equivalent_gpus: H100s at 40 % MFU that are as fast.
+        upload_mbps: Smallest upload rate in Mbit/s for each of UTILISATIONS of the slowest device,
+            the download rate growing with it; None where the latency alone is too long.
     """
 
     interval: int
@@ -59,6 +62,7 @@ class EdgePlan:
     penalty: float
     token_factor: float | None
     equivalent_gpus: float
+    upload_mbps: tuple[float | None, ...]
 
     @property
     def days(self) -> float:
@@ -98,6 +102,9 @@ class EdgePlan:
             "loss_penalty": self.penalty,
             "equal_loss_days": equal if math.isfinite(equal) else None,
             "equivalent_h100": self.equivalent_gpus,
+            "smallest_upload_mbps": dict(
+                zip([f"{u:.0%}" for u in UTILISATIONS], self.upload_mbps, strict=True)
+            ),
         }
 
 
@@ -112,7 +119,7 @@ def slowest_factor(devices: Devices, replicas: int) -> float:
         replicas: R, replicas of a round.
     """
     quantile = 1.0 - devices.drop_slowest if devices.drop_slowest else 0.5 ** (1.0 / replicas)
-    return math.exp(devices.speed_spread * float(norm.ppf(quantile)))
+    return math.exp(devices.speed_spread * float(ndtri(quantile)))
 
 
 class EdgePlanner:
@@ -186,20 +193,16 @@ class EdgePlanner:
         download = self._transfer(payload, devices.download_mbps)
         step = self.step()
         slowest = step * slowest_factor(devices, self.replicas)
-        hidden = 0.0 if sync else delay * step
-        wire = upload + download + devices.latency_ms / 1e3
-        length = interval * slowest + max(0.0, wire - hidden)
+        latency = devices.latency_ms / 1e3
+        hidden = 0.0 if sync else delay * step / slowest
+        current = Round(interval, slowest, upload + download, latency, hidden)
+        # The payload is in seconds at the present rates, so the bandwidth is 1.
+        exposed = current.exposed(1.0)
+        length = interval * slowest + exposed
         counted = 1.0 - devices.drop_slowest
         tokens = interval * model.batch_tokens * counted
-        rounds = model.tokens / tokens
         mean_step = step * math.exp(devices.speed_spread**2 / 2)
-        penalty = (
-            0.0
-            if sync
-            else self.penalty.relative(
-                model.parameters, model.tokens, self.replicas, interval, delay
-            )
-        )
+        penalty = self._penalty(interval, delay)
         return EdgePlan(
             interval,
             delay,
@@ -208,15 +211,22 @@ class EdgePlanner:
             interval * slowest,
             upload,
             download,
-            length - interval * slowest,
+            exposed,
             min(1.0, counted * interval * mean_step / length),
             tokens / length,
-            rounds,
-            rounds * length,
+            model.tokens / tokens,
+            model.tokens / tokens * length,
             penalty,
             tokens_to_equal_loss(model.parameters, model.tokens, penalty),
             6.0 * model.parameters * tokens / length / REFERENCE_GPU_FLOPS,
+            tuple(_scaled(devices.upload_mbps, current, u) for u in UTILISATIONS),
         )
+
+    def _penalty(self, interval: int, delay: int) -> float:
+        model = self.cluster.model
+        if interval == 1:
+            return 0.0
+        return self.penalty.relative(model.parameters, model.tokens, self.replicas, interval, delay)
 
     def _transfer(self, payload: float, mbps: float) -> float:
         """Returns the seconds of one direction: a device's link, or the server's for all."""
@@ -250,11 +260,23 @@ class EdgePlanner:
         return plans
 
     def acceptable(self, plans: Sequence[EdgePlan]) -> list[EdgePlan]:
-        """Returns the plans whose loss penalty is not above the stated one."""
-        allowed = self.cluster.search.max_loss_penalty
-        return [plan for plan in plans if plan.penalty <= allowed]
+        """Returns the plans within the stated loss penalty, with enough rounds."""
+        search = self.cluster.search
+        return [
+            plan
+            for plan in plans
+            if plan.penalty <= search.max_loss_penalty and plan.rounds >= search.fewest_rounds
+        ]
 
 
 def _rate(mbps: float) -> float:
     """Converts Mbit/s to bytes/s."""
     return mbps * 1e6 / 8.0
+
+
+def _scaled(mbps: float, current: Round, utilisation: float) -> float | None:
+    """Returns the upload rate for a utilisation, all rates growing alike, or None."""
+    try:
+        return mbps * current.smallest_bandwidth(utilisation)
+    except Infeasible:
+        return None

@@ -228,8 +228,10 @@ class OffsetForm(Form):
         def residuals(theta: Array) -> Array:
             return np.asarray(root * (self._centred(theta, x - centre) - log_loss))
 
-        starts = [start + [start[1] * centre, 0, 0]] if start is not None else self._starts(
-            x - centre, log_loss, weights
+        starts = (
+            [start + np.array([start[1] * centre, 0, 0])]
+            if start is not None
+            else self._starts(x - centre, log_loss, weights)
         )
         bounds = ([-np.inf, -np.inf, 0.0], [np.inf, 0.0, float(np.exp(log_loss.min()))])
         found = [
@@ -237,7 +239,7 @@ class OffsetForm(Form):
             for s in starts
         ]
         best = min(found, key=lambda result: result.cost).x
-        return np.asarray(best - [best[1] * centre, 0, 0])
+        return np.asarray(best - np.array([best[1] * centre, 0, 0]))
 
     @staticmethod
     def _centred(theta: Array, x: Array) -> Array:

@@ -141,9 +141,7 @@ def _objective(
     predicted, shares = _prediction(theta, x, y)
     error = predicted - log_loss
     size = np.abs(error)
-    huber = np.where(
-        size <= HUBER_DELTA, 0.5 * error**2, HUBER_DELTA * (size - 0.5 * HUBER_DELTA)
-    )
+    huber = np.where(size <= HUBER_DELTA, 0.5 * error**2, HUBER_DELTA * (size - 0.5 * HUBER_DELTA))
     slope = weights * np.clip(error, -HUBER_DELTA, HUBER_DELTA)
     by_term = shares * slope
     gradient = np.concatenate(

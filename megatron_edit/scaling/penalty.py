@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from megatron_edit.scaling.cluster import Assumptions
 from megatron_edit.scaling.forms import Law
 from megatron_edit.scaling.hoffmann import HoffmannForm
+from megatron_edit.scaling.provenance import Constant, Kind
 from megatron_edit.scaling.published import (
     DILOCO_FITS,
     DILOCO_INTERVAL,
@@ -14,7 +15,6 @@ from megatron_edit.scaling.published import (
     EPOCH,
     EPOCH_2024,
 )
-from megatron_edit.scaling.provenance import Constant, Kind
 
 PUBLISHED_REPLICAS = 8
 PUBLISHED_PARAMETERS = 10e9
@@ -26,7 +26,7 @@ class LossPenalty:
 
     Three parts: replicas, L_local(N, R) / L_sync(N) - 1 of two laws; rounds longer than the ones
     of the laws; delay. A law that says local SGD is better than synchronous training earns no
-    credit: the sum is at least 0.
+    credit: the first part is at least 0.
 
     Attributes:
         sync: Law of synchronous training.
@@ -57,7 +57,7 @@ class LossPenalty:
         longer = self.assumptions.interval_slope * max(0.0, math.log(interval / DILOCO_INTERVAL))
         quarters = 4.0 * delay / interval
         late = self.assumptions.delay_quarter * quarters**self.assumptions.delay_exponent
-        return max(0.0, by_replicas + (longer + late) / loss)
+        return max(0.0, by_replicas) + (longer + late) / loss
 
     def warnings(self, parameters: float, replicas: int) -> list[str]:
         """Says where the published laws are stretched."""

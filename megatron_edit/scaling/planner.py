@@ -1,15 +1,20 @@
 """Plans a training run on clusters: sync against local SGD at each interval, R, delay, payload."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from megatron_edit.errors import ConfigurationError
-from megatron_edit.scaling.closed_forms import Infeasible, Round
+from megatron_edit.scaling.closed_forms import Infeasible, Round, bytes_per_second
 from megatron_edit.scaling.cluster import COMPRESSION_FACTORS, Cluster
 from megatron_edit.scaling.penalty import LossPenalty, tokens_to_equal_loss
 from megatron_edit.scaling.published import UTILISATIONS
-from megatron_edit.scaling.topology import Layout, SyncTime, layouts, step_times, sync_time
+from megatron_edit.scaling.topology import (
+    Layout,
+    layouts,
+    step_times,
+    sync_time,
+)
 
 DAY = 86400.0
 UNEQUAL_STEPS = 1.02
@@ -57,6 +62,7 @@ class Plan:
         exposed: Seconds per round in which nothing runs.
         utilisation: Compute time by elapsed time, of all accelerators paid for.
         tokens_per_s: Tokens per second after the warm-up.
+        rounds: Synchronisations; steps for sync.
         warmup: Seconds of the synchronous warm-up.
         seconds: The whole run.
         gpu_hours: Accelerator hours of the whole run.
@@ -73,6 +79,7 @@ class Plan:
     exposed: float
     utilisation: float
     tokens_per_s: float
+    rounds: float
     warmup: float
     seconds: float
     gpu_hours: float
@@ -108,6 +115,7 @@ class Plan:
             "exposed_s": self.exposed,
             "utilisation": self.utilisation,
             "tokens_per_s": self.tokens_per_s,
+            "rounds": self.rounds,
             "warmup_days": self.warmup / DAY,
             "days": self.days,
             "gpu_hours": self.gpu_hours,
@@ -137,37 +145,47 @@ class Planner:
         model, assumed = self.cluster.model, self.cluster.assumptions
         layout = setting.layout
         step = self._step(setting)
-        gradients = sync_time(layout, model, assumed.gradient_bytes, uplink_gbps)
-        gradient_round = _round(gradients, 1, step, assumed.gradient_overlap)
-        sync_step = step + gradient_round.exposed(gradients.bandwidth)
-        time, current = gradients, gradient_round
-        if setting.method != "sync":
-            factor = COMPRESSION_FACTORS[setting.compression]
-            time = sync_time(layout, model, assumed.pseudo_gradient_bytes / factor, uplink_gbps)
-            omega = setting.delay if setting.delay else assumed.sync_overlap
-            current = _round(time, setting.interval, step, omega)
-        exposed = current.exposed(time.bandwidth)
+        gradients, rate = self._round_of(Setting("sync", layout), step, uplink_gbps)
+        current, rate = self._round_of(setting, step, uplink_gbps)
+        exposed = current.exposed(rate)
+        wire = current.latency + (current.payload / rate if current.payload else 0.0)
         length = setting.interval * step + exposed
         steps = math.ceil(model.tokens / model.batch_tokens)
         warm = 0 if setting.method == "sync" else min(self.cluster.search.warmup_steps, steps)
-        seconds = warm * sync_step + (steps - warm) / setting.interval * length
+        warmup = warm * (step + gradients.exposed(rate))
+        rounds = (steps - warm) / setting.interval
+        seconds = warmup + rounds * length
         ideal = 6.0 * model.parameters * model.batch_tokens / layout.flops
         penalty = self._penalty(setting)
         return Plan(
             setting,
             step,
-            time.seconds,
+            wire,
             exposed,
             setting.interval * ideal / length,
             setting.interval * model.batch_tokens / length,
-            warm * sync_step,
+            rounds,
+            warmup,
             seconds,
             layout.gpus * seconds / 3600.0,
             penalty,
             tokens_to_equal_loss(model.parameters, model.tokens, penalty),
-            time.seconds <= assumed.sync_share * setting.interval * step,
+            wire <= assumed.sync_share * setting.interval * step,
             tuple(_gbps(current, u) for u in UTILISATIONS),
         )
+
+    def _round_of(
+        self, setting: Setting, step: float, uplink_gbps: float | None
+    ) -> tuple[Round, float]:
+        """Returns a setting's round as seen from the slow link, and the link's bytes/s."""
+        model, assumed = self.cluster.model, self.cluster.assumptions
+        if setting.method == "sync":
+            each, omega = assumed.gradient_bytes, assumed.gradient_overlap
+        else:
+            each = assumed.pseudo_gradient_bytes / COMPRESSION_FACTORS[setting.compression]
+            omega = float(setting.delay) if setting.delay else assumed.sync_overlap
+        time = sync_time(setting.layout, model, each, uplink_gbps)
+        return Round(setting.interval, step, time.payload, time.fixed, omega), time.bandwidth
 
     def _step(self, setting: Setting) -> float:
         """Returns T: the slowest replica's, or by the clock the mean over all of them."""
@@ -189,6 +207,11 @@ class Planner:
             setting.interval,
             setting.delay,
         )
+
+    def utilisation_by_rate(self, plan: Plan, rates: Iterable[float]) -> list[float]:
+        """Returns H T / (H T + x) of a plan with its slow link at other rates in Gbit/s."""
+        current, _ = self._round_of(plan.setting, plan.step, None)
+        return [current.utilisation(bytes_per_second(rate)) for rate in rates]
 
     def settings(self) -> Iterator[Setting]:
         """Yields every setting of the search that fits.
@@ -241,9 +264,14 @@ class Planner:
         return plans
 
     def acceptable(self, plans: Sequence[Plan]) -> list[Plan]:
-        """Returns the plans whose loss penalty is not above the stated one."""
-        allowed = self.cluster.search.max_loss_penalty
-        return [plan for plan in plans if plan.penalty <= allowed]
+        """Returns the plans within the stated loss penalty, with enough rounds."""
+        search = self.cluster.search
+        return [
+            plan
+            for plan in plans
+            if plan.penalty <= search.max_loss_penalty
+            and (plan.setting.method == "sync" or plan.rounds >= search.fewest_rounds)
+        ]
 
 
 def best(plans: Sequence[Plan], objective: str = "equal_loss_days") -> Plan:
@@ -270,10 +298,6 @@ def best(plans: Sequence[Plan], objective: str = "equal_loss_days") -> Plan:
         )
 
     return min(near, key=trouble)
-
-
-def _round(time: SyncTime, interval: int, step: float, overlap: float) -> Round:
-    return Round(interval, step, time.payload, time.fixed, overlap)
 
 
 def _gbps(current: Round, utilisation: float) -> float | None:

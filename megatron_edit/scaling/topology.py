@@ -86,12 +86,18 @@ class Layout:
 
 
 def layouts(cluster: Cluster) -> Iterator[Layout]:
-    """Yields every way to place replicas: sets of sites, and nodes per replica."""
+    """Yields every way to place replicas: sets of sites, and GPUs per replica.
+
+    All replicas have the same number of GPUs, as the trainer's mesh wants it. Nodes that are left
+    over are idle.
+    """
     for sites in _site_sets(cluster.sites):
-        fewest = min(site.nodes for site in sites)
-        sizes = {tuple([k] * len(sites)) for k in range(1, fewest + 1) if fewest % k == 0}
-        sizes.add(tuple(site.nodes for site in sites))
-        for nodes in sorted(sizes):
+        smallest = min(sites, key=lambda site: site.nodes * site.gpus_per_node)
+        for count in range(1, smallest.nodes + 1):
+            gpus, rest = count * smallest.gpus_per_node, smallest.nodes % count
+            if rest or any(gpus % site.gpus_per_node for site in sites):
+                continue
+            nodes = tuple(gpus // site.gpus_per_node for site in sites)
             counts = tuple(site.nodes // k for site, k in zip(sites, nodes, strict=True))
             yield Layout(sites, nodes, counts)
 
@@ -182,6 +188,13 @@ def sync_time(
     nodes = layout.nodes_per_replica[0]
     on_node = all_reduce_bytes(model.parameters, bytes_each, layout.replicas) / nodes
     return SyncTime(on_node, first.inner_latency, first.inner_bandwidth / nodes)
+
+
+def bottleneck_gbps(layout: Layout) -> float:
+    """Returns the rate of the slow link: an uplink, or a node's where there is one site."""
+    if len(layout.sites) > 1:
+        return _uplink_gbps(layout)
+    return layout.sites[0].node_link.gbps
 
 
 def _uplink_gbps(layout: Layout) -> float:

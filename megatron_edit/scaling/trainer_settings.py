@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from megatron_edit.config import EditConfig
+from megatron_edit.config import flag_name
 from megatron_edit.errors import ConfigurationError
 from megatron_edit.methods import resolve
 from megatron_edit.scaling.cluster import Cluster
@@ -77,6 +77,4 @@ def megatron_flags(cluster: Cluster, plan: Plan) -> list[str]:
         "--bf16",
     ]
     names = [name for name in section if name != "replicas"]
-    # Fields the trainer does not have yet keep the spelling of its flags.
-    assert "sync_interval" in EditConfig.model_fields
-    return flags + [f"--edit-{name.replace('_', '-')} {section[name]}" for name in names]
+    return flags + [f"{flag_name(name)} {section[name]}" for name in names]

@@ -1,0 +1,56 @@
+"""The numbers that went into a plan, each with where it comes from."""
+
+from pydantic import BaseModel
+
+from megatron_edit.scaling.closed_forms import OUTER_STATE_BYTES, STATE_BYTES
+from megatron_edit.scaling.cluster import Cluster
+from megatron_edit.scaling.penalty import EQUAL_LOSS_LAW, LossPenalty
+from megatron_edit.scaling.provenance import Constant, Kind
+
+
+def plan_constants(
+    cluster: Cluster, penalty: LossPenalty, source: str, measured: str | None = None
+) -> list[Constant]:
+    """Returns every constant of a plan.
+
+    Args:
+        cluster: What the file says; fields left out are assumptions.
+        penalty: The laws of the loss.
+        source: Name of the file.
+        measured: Name of the file with measured links, if there is one.
+    """
+    found = _section("model", cluster.model, source)
+    for site in cluster.sites:
+        found += _section(site.name, site, source, measured)
+    if cluster.devices:
+        found += _section("devices", cluster.devices, source)
+    found += _section("", cluster.assumptions, source)
+    found += penalty.provenance()
+    found += [
+        EQUAL_LOSS_LAW,
+        Constant("state", STATE_BYTES, "bytes/parameter", Kind.PUBLISHED, "ZeRO, 1910.02054"),
+        Constant("outer state", OUTER_STATE_BYTES, "bytes/parameter", Kind.GIVEN, "fp32 x 2"),
+        Constant("FLOP per parameter and token", 6, "", Kind.PUBLISHED, "Kaplan et al. 2020"),
+    ]
+    return found
+
+
+def _section(
+    prefix: str, section: BaseModel, source: str, measured: str | None = None
+) -> list[Constant]:
+    """Returns the numbers of one section: given where the file has them, assumed elsewhere."""
+    found = []
+    for name, info in type(section).model_fields.items():
+        value = getattr(section, name)
+        label = f"{prefix}.{name}".lstrip(".")
+        if isinstance(value, BaseModel):
+            if measured:
+                found += _section(label, value, measured, measured)
+            else:
+                found += _section(label, value, source)
+        elif isinstance(value, int | float):
+            given = name in section.model_fields_set
+            why = " ".join((info.description or "").split())
+            kind = (Kind.MEASURED if measured == source else Kind.GIVEN) if given else Kind.ASSUMED
+            found.append(Constant(label, value, "", kind, source if given else why))
+    return found
