@@ -7,81 +7,89 @@ from __future__ import annotations
 
 import sys
 from argparse import Namespace
-from collections.abc import Callable
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
-from megatron_edit import checkpoint, cpu, ds_compat
 from megatron_edit.arguments import describe, parse_args
-from megatron_edit.data import build_datasets, data_identity
 from megatron_edit.errors import exit_on_configuration_error
 from megatron_edit.exit_agreement import ExitAgreement
-from megatron_edit.factory import get_edit_model_and_optimizer
-from megatron_edit.mesh import Mesh, build_mesh
-from megatron_edit.model import build_model, count_parameters
-from megatron_edit.monitor import Monitor
-from megatron_edit.tokenizer import build_tokenizer, model_vocab_size
-from megatron_edit.training import (
-    StopConditions,
-    TooManyNansError,
-    Trainer,
-    optimizer_config,
-)
+from megatron_edit.failure import HostPeers, exit_on_failure, located
+from megatron_edit.stop import Stop, StopConditions, nan_limit, rollback_limit
 
-Save = Callable[[], None]
+if TYPE_CHECKING:
+    from megatron_edit.checkpoint import Saver
+    from megatron_edit.mesh import Mesh
+    from megatron_edit.monitor import Monitor
+    from megatron_edit.training import Trainer
 
 
 def main() -> int:
     """Runs the training of this rank; returns the exit code."""
     with exit_on_configuration_error():
         args = parse_args()
-        tokenizer = build_tokenizer(args)
-        args.padded_vocab_size = model_vocab_size(args, tokenizer)
-        args.sources["padded_vocab_size"] = "computed"
-        state = checkpoint.read_state(args)
-        mesh = set_up(args)
+        return pretrain(args)
+
+
+def pretrain(args: Namespace) -> int:
+    """From arguments to a trained model; returns the exit code."""
+    # Not at the top of the file: megatron-core takes seconds, which a mistyped flag should not.
+    from megatron_edit import checkpoint, cpu
+    from megatron_edit.data import build_datasets, data_identity
+    from megatron_edit.factory import get_edit_model_and_optimizer
+    from megatron_edit.model import build_model, count_parameters
+    from megatron_edit.monitor import Monitor
+    from megatron_edit.tokenizer import build_tokenizer, model_vocab_size
+    from megatron_edit.training import Trainer, optimizer_config
+
+    tokenizer = build_tokenizer(args)
+    args.padded_vocab_size = model_vocab_size(args, tokenizer)
+    args.sources["padded_vocab_size"] = "computed"
+    state = checkpoint.read_state(args)
+    first_step = 0 if state is None or args.finetune else state["step"]
+
+    mesh = set_up(args)
+    peers = HostPeers(cpu.device())
+    who = f"rank {args.rank} (replica {mesh.replica})"
+    with located(lambda: f"{who}, setting up", peers):
         datasets = build_datasets(args, tokenizer)
         identity = data_identity(args)
         checkpoint.check_data(args, state, identity)
+        monitor = Monitor(args, first_step)
+        chunks, optimizer = get_edit_model_and_optimizer(
+            build_model(args),
+            optimizer_config(args),
+            args.edit,
+            mesh,
+            samples_per_step=args.global_batch_size // args.replicas,
+            compute_dtype=args.params_dtype,
+            reshard_after_forward=args.data_parallel_sharding_strategy == "optim_grads_params",
+        )
+        if state is not None:
+            checkpoint.load(args, mesh, optimizer, state)
+        trainer = Trainer(args, mesh, chunks, optimizer, datasets)
+        saver = checkpoint.Saver(args, mesh, optimizer, identity)
+        conditions = StopConditions(args, agreement(args, first_step), first_step)
+        monitor.say(f"parameters: {count_parameters(args):,}; starts at step {first_step}")
 
-    chunks, optimizer = get_edit_model_and_optimizer(
-        build_model(args),
-        optimizer_config(args),
-        args.edit,
-        mesh,
-        samples_per_step=args.global_batch_size // args.replicas,
-        compute_dtype=args.params_dtype,
-        reshard_after_forward=args.data_parallel_sharding_strategy == "optim_grads_params",
-    )
-    engine = optimizer.engine
-    if state is not None:
-        checkpoint.load(args, mesh, optimizer, state)
-    monitor = Monitor(args, engine.unit_names)
-    monitor.say(f"parameters: {count_parameters(args):,}; starts at step {engine.step}")
-    trainer = Trainer(args, mesh, chunks, optimizer, datasets)
-    stop = StopConditions(args, agreement(args))
-
-    def save() -> None:
-        monitor.say(f"saved {checkpoint.save(args, mesh, optimizer, identity)}")
-
-    try:
-        reason = train(args, trainer, monitor, stop, save)
-    except TooManyNansError as error:
-        monitor.say(f"error: {error}")
-        return 1
-    if reason is not None:
-        monitor.say(f"stopped at step {engine.step}: {reason}")
-        if args.save:
-            save()
-        return 1 if reason.startswith("error") else 0
-    finish(args, trainer, monitor, save)
-    return 0
+    with located(lambda: f"{who}, {trainer.whereabouts}", peers):
+        stop = train(args, trainer, monitor, conditions, saver)
+        if stop is None:
+            stop = finish(args, trainer, monitor, saver)
+        else:
+            monitor.stopped(trainer.engine.step, stop)
+            if stop.save:
+                save(args, trainer, monitor, saver)
+    return 1 if stop is not None and stop.failed else 0
 
 
 def set_up(args: Namespace) -> Mesh:
     """Joins the other ranks and says what runs where."""
+    from megatron_edit import cpu, ds_compat
+    from megatron_edit.mesh import build_mesh
+
     if torch.cuda.is_available():
         torch.cuda.set_device(args.local_rank)
     cpu.install()
@@ -101,73 +109,83 @@ def set_up(args: Namespace) -> Mesh:
     return mesh
 
 
-def agreement(args: Namespace) -> ExitAgreement | None:
+def agreement(args: Namespace, first_step: int) -> ExitAgreement | None:
     """How ranks agree to stop, where something may stop them."""
+    from megatron_edit import ds_compat
+
     if not args.exit_signal_handler and args.exit_duration_in_mins is None:
         return None
     timeout = timedelta(minutes=args.distributed_timeout_minutes)
-    return ExitAgreement(ds_compat.default_store(), args.rank, args.world_size, timeout)
+    store = ds_compat.default_store()
+    return ExitAgreement(store, args.rank, args.world_size, first_step, timeout)
 
 
 def train(
-    args: Namespace, trainer: Trainer, monitor: Monitor, stop: StopConditions, save: Save
-) -> str | None:
+    args: Namespace, trainer: Trainer, monitor: Monitor, conditions: StopConditions, saver: Saver
+) -> Stop | None:
     """The loop. Returns why it ended early, or None."""
     engine = trainer.engine
     trainer.start()
     while engine.step < args.train_iters:
-        if (reason := stop.reason(engine.step)) is not None:
-            return reason
+        if (stop := conditions.check(engine.step)) is not None:
+            return stop
         # Warm-up: gradients averaged over all replicas. Then tau steps apart, and every tau steps
         # the units synchronise one by one inside the forward of the next.
         trainer.step()
-        if (failure := report(trainer, monitor)) is not None:
-            return failure
+        if (stop := report(args, trainer, monitor)) is not None:
+            return stop
         step = engine.step
         if step % args.log_interval == 0:
-            monitor.interval(trainer.interval())
+            figures = trainer.interval()
+            monitor.interval(figures)
+            if (stop := nan_limit(figures, args.max_nan_iterations)) is not None:
+                return stop
         if args.eval_iters and step % args.eval_interval == 0:
             monitor.validation(step, trainer.evaluate(trainer.valid_data))
-        if args.save and args.save_interval and step % args.save_interval == 0:
-            save()
+        # The last step is saved by finish(), with the replicas consolidated.
+        if args.save_interval and step % args.save_interval == 0 and step < args.train_iters:
+            save(args, trainer, monitor, saver)
     return None
 
 
-def report(trainer: Trainer, monitor: Monitor) -> str | None:
-    """Logs finished synchronisations; returns an error if one unit failed too often in a row."""
-    engine = trainer.engine
-    records = engine.records()
+def report(args: Namespace, trainer: Trainer, monitor: Monitor) -> Stop | None:
+    """Logs finished synchronisations; stops where one unit failed too often in a row."""
+    records = trainer.records()
     monitor.synchronised(records)
-    limit = engine.config.max_consecutive_rollbacks
-    for record in records:
-        trainer.add_exposed(record.exposed_ms)
-        worst = max(record.consecutive_rollbacks)
-        if worst >= limit:
-            unit = record.units[record.consecutive_rollbacks.index(worst)]
-            return (
-                f"error: every replica of unit {unit} was anomalous in {worst} synchronisations in "
-                f"a row, edit.max_consecutive_rollbacks {limit}"
-            )
-    return None
+    return rollback_limit(records, args.edit.max_consecutive_rollbacks)
 
 
-def finish(args: Namespace, trainer: Trainer, monitor: Monitor, save: Save) -> None:
+def finish(args: Namespace, trainer: Trainer, monitor: Monitor, saver: Saver) -> Stop | None:
     """Consolidates the replicas at the end of training, evaluates and saves the result."""
-    engine = trainer.engine
-    engine.synchronize()
-    report(trainer, monitor)
+    from megatron_edit import ds_compat
+
+    trainer.synchronize()
+    step, stop = trainer.engine.step, report(args, trainer, monitor)
+    if stop is not None:
+        monitor.stopped(step, stop)
     if args.eval_iters:
-        monitor.validation(engine.step, trainer.evaluate(trainer.valid_data), "on validation set")
+        monitor.validation(step, trainer.evaluate(trainer.valid_data), "on validation set")
         if trainer.test_data is not None:
-            monitor.validation(engine.step, trainer.evaluate(trainer.test_data), "on test set")
-    if args.save:
-        save()
+            losses = trainer.evaluate(trainer.test_data)
+            monitor.validation(step, losses, "on test set", chart=False)
+    save(args, trainer, monitor, saver)
     if trainer.mesh.sync.on_collective is not None:
         ds_compat.print_comms_summary()
+    return stop
+
+
+def save(args: Namespace, trainer: Trainer, monitor: Monitor, saver: Saver) -> None:
+    """Writes a checkpoint, if the run keeps any."""
+    if args.save is None:
+        return
+    with trainer.outside_of_steps("saving a checkpoint"):
+        if (folder := saver.save()) is not None:
+            monitor.say(f"saved {folder}")
 
 
 if __name__ == "__main__":
-    code = main()
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    with exit_on_failure():
+        code = main()
+        if dist.is_initialized():
+            dist.destroy_process_group()
     sys.exit(code)

@@ -8,7 +8,8 @@
 Parameters and moments are kept per replica, for in the middle of a round they differ; anchor and
 outer momentum once, for they do not. Sharded tensors are DTensors, named as in the whole model.
 A checkpoint is written to a folder aside, which is then renamed; the tracker file is renamed into
-place last. So a folder that bears a checkpoint's name is whole. All hosts must see ``--save``.
+place last. So a folder that bears a checkpoint's name is whole. One of the same step that was there
+before is kept until then. All hosts must see ``--save``.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from megatron_edit.errors import ConfigurationError
 from megatron_edit.mesh import Mesh
 from megatron_edit.optimizer import EDiTDistributedOptimizer, like_parameter
 from megatron_edit.sync import SyncEngine
+from megatron_edit.trigger import build_trigger
 
 TRACKER = "latest_checkpointed_iteration.txt"
 FORMAT = 1
@@ -58,17 +60,15 @@ def read_state(args: Namespace) -> dict[str, Any] | None:
         args: The arguments of the run, with ``padded_vocab_size``.
 
     Returns:
-        Its content, or None without ``--load``.
+        Its content and its ``folder``, or None without ``--load``.
 
     Raises:
-        ConfigurationError: There is no checkpoint, or it is of another model or layout.
+        ConfigurationError: There is no checkpoint, or this run cannot go on from it.
     """
     if args.load is None:
         return None
-    tracker = Path(args.load) / TRACKER
     try:
-        iteration = int(tracker.read_text())
-        state = json.loads((checkpoint_folder(args.load, iteration) / "state.json").read_text())
+        state = _read_whole(Path(args.load))
     except (OSError, ValueError) as error:
         raise ConfigurationError(
             f"--load: no readable checkpoint in {args.load}: {error}", per_host=True
@@ -81,14 +81,45 @@ def read_state(args: Namespace) -> dict[str, Any] | None:
                     f"--load: the checkpoint in {args.load} has {name} {saved}, this run has "
                     f"{given}; allowed: the same {what}"
                 )
-    return dict(state)
+    _check_phase(args, state)
+    return state
+
+
+def _read_whole(root: Path) -> dict[str, Any]:
+    """Reads the newest checkpoint's ``state.json``."""
+    folder = checkpoint_folder(root, int((root / TRACKER).read_text()))
+    if not folder.exists() and _replaced(folder).exists():
+        # The run was killed between the two renames that replace a checkpoint of the same step.
+        folder = _replaced(folder)
+    state = json.loads((folder / "state.json").read_text())
+    if state.get("format") != FORMAT:
+        raise ValueError(f"its format is {state.get('format')}, this version reads {FORMAT}")
+    if not (folder / ".metadata").is_file():
+        raise ValueError(f"{folder / '.metadata'} is missing")
+    return {**state, "folder": str(folder)}
+
+
+def _check_phase(args: Namespace, state: dict[str, Any]) -> None:
+    """Refuses to average gradients over replicas whose parameters differ."""
+    consolidates = args.finetune or args.no_load_optim
+    if (
+        state["has_anchor"]
+        and not consolidates
+        and build_trigger(args.edit).synchronous(state["step"])
+    ):
+        raise ConfigurationError(
+            f"edit.warmup_steps {args.edit.warmup_steps} (method {args.edit.method}): the "
+            f"checkpoint in {args.load} is at step {state['step']} with its replicas apart, and "
+            f"this run would be synchronous there; allowed: warmup_steps < {state['step']}; or "
+            "--no-load-optim to start from the consolidated parameters"
+        )
 
 
 def check_data(args: Namespace, state: dict[str, Any] | None, data: str) -> None:
     """Refuses to resume on other data than the checkpoint's, unless told to.
 
     Raises:
-        ConfigurationError: The data differ.
+        ConfigurationError: The data, or the samples of a step, differ.
     """
     if state is None or args.finetune or args.override_data_path:
         return
@@ -97,16 +128,46 @@ def check_data(args: Namespace, state: dict[str, Any] | None, data: str) -> None
             f"--data-path: the data differ from those of the checkpoint in {args.load}; allowed: "
             "the same files, weights, split, sequence length and seed; or --override-data-path"
         )
+    if state["global_batch_size"] != args.global_batch_size:
+        raise ConfigurationError(
+            f"--global-batch-size {args.global_batch_size}: the checkpoint in {args.load} has "
+            f"{state['global_batch_size']}, by which its steps count samples; allowed: the same; "
+            "or --override-data-path"
+        )
 
 
-def save(args: Namespace, mesh: Mesh, optimizer: EDiTDistributedOptimizer, data: str) -> Path:
-    """Writes a checkpoint of the current step; to be called by all ranks between two steps.
+class Saver:
+    """Writes the checkpoints of a run, each state once.
 
     Args:
         args: The arguments of the run.
         mesh: The mesh.
         optimizer: Inner optimizer; its engine holds the rest.
         data: What the data are, see :func:`megatron_edit.data.data_identity`.
+    """
+
+    def __init__(
+        self, args: Namespace, mesh: Mesh, optimizer: EDiTDistributedOptimizer, data: str
+    ) -> None:
+        self._args, self._mesh, self._optimizer, self._data = args, mesh, optimizer, data
+        self._saved: tuple[int, int] | None = None
+
+    def save(self) -> Path | None:
+        """Saves the current step; to be called by all ranks between two steps.
+
+        Returns:
+            The folder of the checkpoint, or None where it has been written before.
+        """
+        engine = self._optimizer.engine
+        state = (engine.step, engine.round)
+        if state == self._saved:
+            return None
+        self._saved = state
+        return save(self._args, self._mesh, self._optimizer, self._data)
+
+
+def save(args: Namespace, mesh: Mesh, optimizer: EDiTDistributedOptimizer, data: str) -> Path:
+    """Writes a checkpoint of the current step, see :class:`Saver`.
 
     Returns:
         The folder of the checkpoint.
@@ -115,7 +176,8 @@ def save(args: Namespace, mesh: Mesh, optimizer: EDiTDistributedOptimizer, data:
     final = checkpoint_folder(args.save, engine.step)
     aside = final.with_name(final.name + ".tmp")
     if args.rank == 0:
-        shutil.rmtree(aside, ignore_errors=True)
+        for left_over in Path(args.save).glob("iter_*.tmp"):
+            shutil.rmtree(left_over)
         aside.mkdir(parents=True)
     dist.barrier()
     tensors = _replica_tensors(optimizer, mesh) | _rng_tensors(args.rank)
@@ -123,17 +185,28 @@ def save(args: Namespace, mesh: Mesh, optimizer: EDiTDistributedOptimizer, data:
         tensors |= _shared_tensors(optimizer, mesh)
     dcp.save(tensors, checkpoint_id=aside)
     if args.rank == 0:
-        _write_json(aside / "effective_config.json", as_dict(args))
-        _write_json(aside / "state.json", _state(args, engine, data))
-        if final.exists():
-            shutil.rmtree(final)
-        aside.rename(final)
-        tracker = Path(args.save) / TRACKER
-        beside = tracker.with_suffix(".tmp")
-        beside.write_text(str(engine.step))
-        os.replace(beside, tracker)
+        _write(aside / "effective_config.json", _as_json(as_dict(args)))
+        _write(aside / "state.json", _as_json(_state(args, engine, data)))
+        _put_in_place(aside, final)
+        beside = Path(args.save) / (TRACKER + ".tmp")
+        _write(beside, str(engine.step))
+        os.replace(beside, beside.with_suffix(""))
     dist.barrier()
     return final
+
+
+def _replaced(folder: Path) -> Path:
+    return folder.with_name(folder.name + ".old")
+
+
+def _put_in_place(aside: Path, final: Path) -> None:
+    """Renames a folder, and only then removes what bore the name before."""
+    old = _replaced(final)
+    if final.exists():
+        shutil.rmtree(old, ignore_errors=True)
+        final.rename(old)
+    aside.rename(final)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def load(
@@ -145,18 +218,22 @@ def load(
     the anchor, where the checkpoint has one.
     """
     engine = optimizer.engine
-    folder = checkpoint_folder(args.load, state["step"])
+    folder = Path(state["folder"])
     if args.finetune or args.no_load_optim:
         source = "anchor" if state["has_anchor"] else f"replica{mesh.replica}.model"
         _load_into(folder, _named(source, optimizer.named_parameters(), mesh))
     else:
         if state["has_anchor"]:
             engine.create_anchor()
-        _load_into(folder, _replica_tensors(optimizer, mesh) | _shared_tensors(optimizer, mesh))
-        engine.round = state["round"]
+        shared = _shared_tensors(optimizer, mesh)
+        if not state["has_momentum"]:
+            # It was off in the run before, and starts from zero.
+            shared = {k: v for k, v in shared.items() if not k.startswith("outer_momentum.")}
+        _load_into(folder, _replica_tensors(optimizer, mesh) | shared)
         engine.steps_in_round = state["steps_in_round"]
     if not args.finetune:
         engine.step = state["step"]
+        engine.round = state["round"]
         if not args.no_load_rng:
             rng = _rng_tensors(args.rank)
             _load_into(folder, rng)
@@ -170,6 +247,8 @@ def _state(args: Namespace, engine: SyncEngine, data: str) -> dict[str, Any]:
         "round": engine.round,
         "steps_in_round": engine.steps_in_round,
         "has_anchor": bool(engine.outer),
+        "has_momentum": any(state.momentum is not None for state in engine.outer),
+        "global_batch_size": args.global_batch_size,
         "consumed_samples": engine.step * args.global_batch_size,
         "model": {name: getattr(args, name) for name in SHAPE},
         "layout": {name: getattr(args, name) for name in LAYOUT},
@@ -177,8 +256,16 @@ def _state(args: Namespace, engine: SyncEngine, data: str) -> dict[str, Any]:
     }
 
 
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n")
+def _as_json(content: dict[str, Any]) -> str:
+    return json.dumps(content, indent=2) + "\n"
+
+
+def _write(path: Path, text: str) -> None:
+    """Writes a file that is on the disk when this returns."""
+    with path.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _named(prefix: str, tensors: dict[str, Any], mesh: Mesh) -> dict[str, torch.Tensor]:

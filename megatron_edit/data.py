@@ -17,6 +17,7 @@ same replica and shard rank yield the same, so nothing has to be sent.
 from __future__ import annotations
 
 import os
+import signal
 from argparse import Namespace
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -154,7 +155,7 @@ def train_iterator(
     )
     steps = range(start_step, len(dataset) // order.global_batch_size)
     batches = (batch for step in steps for batch in order.indices(step, replica, shard_rank))
-    return _load(dataset, batches, args.num_workers)
+    return _load(dataset, batches, args)
 
 
 def validation_order(args: Namespace) -> SampleOrder:
@@ -191,22 +192,28 @@ def validation_iterator(
         for step in range(args.eval_iters)
         for batch in order.indices(step, 0, shard_rank)
     )
-    return _load(dataset, batches, args.num_workers)
+    return _load(dataset, batches, args)
 
 
 def _load(
-    dataset: Any, batches: Iterable[list[int]], num_workers: int
+    dataset: Any, batches: Iterable[list[int]], args: Namespace
 ) -> Iterator[dict[str, torch.Tensor]]:
     loader = DataLoader(
         _Samples(dataset),
         batch_sampler=batches,  # type: ignore[arg-type]
-        num_workers=num_workers,
+        num_workers=args.num_workers,
+        worker_init_fn=_ignore_sigterm if getattr(args, "exit_signal_handler", False) else None,
         pin_memory=torch.cuda.is_available(),
         # Without one of its own the loader draws a seed from the global generator, and evaluating
         # would change the dropout of the steps after it.
         generator=torch.Generator(),
     )
     return iter(loader)
+
+
+def _ignore_sigterm(worker: int) -> None:
+    """Launchers send SIGTERM to all children of a rank, which has a last step to do with them."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def build_datasets(args: Namespace, tokenizer: Tokenizer) -> tuple[Any, Any, Any]:

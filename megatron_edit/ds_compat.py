@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 from datetime import timedelta
 from typing import Any
 
@@ -11,6 +12,12 @@ import torch
 import torch.distributed as dist
 
 from megatron_edit.errors import ConfigurationError
+
+
+def name_accelerator() -> None:
+    """Told before its import, DeepSpeed does not warn on every rank that it found no accelerator."""
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 
 def init_distributed(backend: str, timeout_minutes: float) -> None:
@@ -23,14 +30,14 @@ def init_distributed(backend: str, timeout_minutes: float) -> None:
     Raises:
         ConfigurationError: The master port is in use.
     """
-    if not torch.cuda.is_available():
-        # Said beforehand, or every rank warns that it found no accelerator.
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    name_accelerator()
     import deepspeed
     from deepspeed.ops import __compatible_ops__
     from deepspeed.utils import logger
 
     logger.setLevel(logging.WARNING)
+    if "RANK" not in os.environ:
+        _be_the_only_rank()
     if not torch.cuda.is_available():
         # Otherwise it is compiled, for over a minute and with a C++ compiler; nothing here uses it.
         __compatible_ops__["deepspeed_shm_comm"] = False
@@ -47,15 +54,34 @@ def init_distributed(backend: str, timeout_minutes: float) -> None:
         ) from None
 
 
+def _be_the_only_rank() -> None:
+    """Without a launcher DeepSpeed would look for MPI."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    os.environ.update(
+        RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+    )
+
+
 def default_store() -> dist.Store:
     """The key-value store by which the default process group was made."""
     return dist.distributed_c10d._get_default_store()
 
 
-def monitor_master(ds_config: dict[str, Any]) -> Any:
-    """DeepSpeed's MonitorMaster (TensorBoard, csv, wandb) for the sections of a DeepSpeed JSON."""
+def monitor_master(ds_config: dict[str, Any], wandb_run: str = "") -> Any:
+    """DeepSpeed's MonitorMaster (TensorBoard, csv, wandb) for the sections of a DeepSpeed JSON.
+
+    Args:
+        ds_config: The JSON.
+        wandb_run: Name of the run on Weights & Biases; "" leaves it to choose one.
+    """
     from deepspeed.monitor.config import get_monitor_config
     from deepspeed.monitor.monitor import MonitorMaster
+
+    if wandb_run:
+        # DeepSpeed passes no name on; wandb.init reads this.
+        os.environ["WANDB_NAME"] = wandb_run
 
     return MonitorMaster(get_monitor_config(ds_config))
 

@@ -18,6 +18,7 @@ from megatron_edit.config import (
     show_given,
     validation_message,
 )
+from megatron_edit.ds_compat import name_accelerator
 from megatron_edit.errors import ConfigurationError, unknown_name
 
 ZERO_STAGES = {2: "optim_grads", 3: "optim_grads_params"}
@@ -192,6 +193,7 @@ def _check_values(section: dict[str, Any], model: type[BaseModel], prefix: str) 
 
 def _deepspeed_model(section: str) -> type[BaseModel]:
     # Importing deepspeed takes seconds: only a JSON that has such a section pays for it.
+    name_accelerator()
     if section == "comms_logger":
         from deepspeed.comm.config import CommsLoggerConfig
 

@@ -3,10 +3,13 @@
 import difflib
 import os
 import sys
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 EXIT_BAD_CONFIGURATION = 2
+# A launcher ends all ranks as soon as one has ended, and the one that reports may not be there yet.
+REPORT_WITHIN_S = 15.0
 
 
 class ConfigurationError(ValueError):
@@ -53,6 +56,8 @@ def exit_on_configuration_error() -> Iterator[None]:
     except ConfigurationError as error:
         if _reports(error):
             print(f"error: {error}", file=sys.stderr, flush=True)
+        else:
+            time.sleep(REPORT_WITHIN_S)
         raise SystemExit(EXIT_BAD_CONFIGURATION) from None
 
 

@@ -2,19 +2,22 @@
 
 A signal reaches one rank, or one host's clock runs out. The others learn of it from the key-value
 store of the process group, without a collective: replicas in their local phase are at different
-steps and must not be made to wait for one another at every step.
+steps, and nobody may wait for a rank that may itself be waiting in a collective (a log line, a
+synchronisation, the end of training) for a replica behind it. So nobody waits for anybody's steps:
 
-    one rank:    sets ``requested``
-    every rank:  at the top of its next step p sees it, publishes p, and goes on
-                 at the top of step p + 1 waits until all ranks have published
-                 stops once max(published) + 1 steps are done
+    every rank    at the top of every step writes its step, then looks for a wish to stop
+    one rank      on a signal registers the wish, then reads every rank's step and publishes
+                  the last step of the run: the largest of them
+    every rank    goes on to that step, through every collective on the way, and stops after it
 
-Ranks of a replica are in lockstep (every step ends with a collective), so the one that published
-last is at most one step behind; replicas behind catch up before they stop.
+The store serves one request after the other. A rank whose look came before the wish wrote its step
+before that, so the reader knows it; a rank whose look came after it waits for the reader's word
+before it begins another step. Hence nobody is ever beyond the last step.
 """
 
 from __future__ import annotations
 
+import json
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -24,48 +27,52 @@ class ExitAgreement:
     """Agrees on a common last step.
 
     Args:
-        store: Shared by all ranks.
+        store: Shared by all ranks; of this job and this start of it alone.
         rank: This rank.
         world_size: All ranks.
-        timeout: How long to wait for the other ranks to reach their next step.
+        first_step: Steps done before this run, the same on all ranks.
+        timeout: How long to wait for the word of the rank that decides.
     """
 
-    def __init__(self, store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> None:
-        # Keys of a rank that is restarted within the job must not meet those of its first life.
+    def __init__(
+        self, store: dist.Store, rank: int, world_size: int, first_step: int, timeout: timedelta
+    ) -> None:
         self._store = dist.PrefixStore("megatron_edit/exit", store)
         self._rank, self._world_size, self._timeout = rank, world_size, timeout
-        self._published = False
         self._last_step: int | None = None
+        self._reason = ""
+        # Whoever decides finds a step of every rank, also of one that has not begun its first.
+        self._write(first_step)
 
-    def request(self, reason: str) -> None:
-        """Asks all ranks to stop soon; the first reason is kept."""
-        self._store.compare_set("requested", "", reason)
-
-    @property
-    def reason(self) -> str:
-        """Why the run stops."""
-        return self._store.get("requested").decode()
-
-    def stops_at(self, step: int) -> bool:
-        """Whether the run stops now; called by every rank at the top of every step.
+    def reason_to_stop(self, step: int, wish: str | None) -> str | None:
+        """Called by every rank at the top of every step.
 
         Args:
             step: Steps this rank has done.
-        """
-        if not self._published:
-            if self._store.check(["requested"]):
-                self._publish(step)
-            return False
-        if self._last_step is None:
-            self._store.set_timeout(self._timeout)
-            self._store.wait(["agreed"], self._timeout)
-            self._last_step = max(
-                int(self._store.get(f"step/{rank}")) for rank in range(self._world_size)
-            )
-        return step > self._last_step
+            wish: Why this rank would like all ranks to stop, or None.
 
-    def _publish(self, step: int) -> None:
-        self._published = True
+        Returns:
+            Why the run stops now, before this rank begins another step; None to go on.
+        """
+        if self._last_step is None:
+            self._write(step)
+            # The first of several wishes decides.
+            if wish is not None and self._store.add("wishes", 1) == 1:
+                self._decide(wish)
+            if self._store.check(["wishes"]):
+                self._read()
+        stops = self._last_step is not None and step > self._last_step
+        return self._reason if stops else None
+
+    def _write(self, step: int) -> None:
         self._store.set(f"step/{self._rank}", str(step))
-        if self._store.add("arrived", 1) == self._world_size:
-            self._store.set("agreed", "yes")
+
+    def _decide(self, reason: str) -> None:
+        keys = [f"step/{rank}" for rank in range(self._world_size)]
+        self._store.wait(keys, self._timeout)
+        last_step = max(int(value) for value in self._store.multi_get(keys))
+        self._store.set("decision", json.dumps([last_step, reason]))
+
+    def _read(self) -> None:
+        self._store.wait(["decision"], self._timeout)
+        self._last_step, self._reason = json.loads(self._store.get("decision"))

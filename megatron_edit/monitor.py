@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import datetime
 import math
+import sys
 from argparse import Namespace
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TextIO
 
 from megatron_edit import ds_compat
+from megatron_edit.errors import ConfigurationError
+from megatron_edit.stop import Stop
 from megatron_edit.sync_record import SyncRecord
+from megatron_edit.units import unit_names
 
 
 @dataclass
@@ -24,7 +28,8 @@ class Interval:
         losses: Mean loss of each replica over the interval.
         grad_norm: Of the last step, replica 0.
         skipped: Updates skipped in the interval, over all replicas.
-        nan_iterations: Steps with a non-finite loss in the interval, over all replicas.
+        nan_iterations: Steps with a non-finite loss or gradient, over all replicas.
+        most_nans_in_row: The most such steps in a row of each replica that the interval has seen.
         sync_round: Synchronisations so far.
         exposed_ms: Mean time per step that this rank waited for other replicas.
         tflops: Model TFLOP/s of one rank.
@@ -38,6 +43,7 @@ class Interval:
     grad_norm: float
     skipped: int
     nan_iterations: int
+    most_nans_in_row: list[int]
     sync_round: int
     exposed_ms: float
     tflops: float
@@ -53,15 +59,26 @@ class Monitor:
 
     Args:
         args: The arguments of the run.
-        units: Names of the units, for the layout of the ``edit/`` charts.
+        first_step: Steps done before this run.
+
+    Raises:
+        ConfigurationError: A folder cannot be written; on rank 0 alone, which writes.
     """
 
-    def __init__(self, args: Namespace, units: list[str]) -> None:
+    def __init__(self, args: Namespace, first_step: int) -> None:
         self._args = args
-        self._master = ds_compat.monitor_master(args.ds_config)
+        self._charted = first_step
         self._last_norm = 0.0
         self._anomalies = 0
+        try:
+            self._master = ds_compat.monitor_master(args.ds_config, args.wandb_exp_name)
+        except OSError as error:
+            raise ConfigurationError(
+                f"--tensorboard-dir (or csv_monitor.output_path): cannot write to "
+                f"{error.filename}: {error.strerror}; give a writable folder"
+            ) from None
         if args.rank == 0 and self._master.tb_monitor is not None:
+            units = unit_names(args.num_layers, not args.untie_embeddings_and_output_weights)
             writer = self._master.tb_monitor.summary_writer
             writer.add_custom_scalars(chart_layout(args.replicas, units))
 
@@ -83,8 +100,12 @@ class Monitor:
     def interval(self, interval: Interval) -> None:
         """Prints the log line and writes Megatron's training charts."""
         self.say(self.log_line(interval))
-        if interval.iteration % self._args.tensorboard_log_interval == 0:
-            self._write(training_events(interval, self._args), interval.iteration)
+        # The first log line at or after each multiple of --tensorboard-log-interval: the figures
+        # are gathered for log lines alone.
+        every, step = self._args.tensorboard_log_interval, interval.iteration
+        if step // every > self._charted // every:
+            self._write(training_events(interval, self._args), step)
+            self._charted = step
         self._anomalies = 0
 
     def log_line(self, interval: Interval) -> str:
@@ -115,13 +136,16 @@ class Monitor:
             return []
         return [f"throughput per GPU (TFLOP/s/GPU): {interval.tflops:.3f}"]
 
-    def validation(self, iteration: int, losses: list[float], where: str = "") -> None:
+    def validation(
+        self, iteration: int, losses: list[float], where: str = "", chart: bool = True
+    ) -> None:
         """Prints and writes a validation result.
 
         Args:
             iteration: Steps done.
             losses: Mean loss of each replica on the same samples.
             where: Said after the iteration, e.g. ``on test set``.
+            chart: Whether it is a point of the validation charts.
         """
         loss = sum(losses) / len(losses)
         perplexity = math.exp(min(20.0, loss))
@@ -131,13 +155,21 @@ class Monitor:
             line += f" spread over replicas: {max(losses) - min(losses):.3E} |"
         rule = "-" * len(line)
         self.say(f"{rule}\n{line}\n{rule}")
-        events = {"lm loss validation": loss, "lm loss validation ppl": perplexity}
-        self._write(events if not where else {}, iteration)
+        if chart:
+            events = {"lm loss validation": loss, "lm loss validation ppl": perplexity}
+            self._write(events, iteration)
 
-    def say(self, text: str) -> None:
+    def stopped(self, step: int, stop: Stop) -> None:
+        """Says why the run ends early."""
+        if stop.failed:
+            self.say(f"error: stopped at step {step}: {stop.reason}", sys.stderr)
+        else:
+            self.say(f"stopped at step {step}: {stop.reason}")
+
+    def say(self, text: str, file: TextIO | None = None) -> None:
         """Prints on rank 0."""
         if self._args.rank == 0:
-            print(text, flush=True)
+            print(text, file=file, flush=True)
 
     def _write(self, events: dict[str, float], iteration: int) -> None:
         self._master.write_events([(tag, value, iteration) for tag, value in events.items()])

@@ -159,14 +159,17 @@ class SyncEngine:
         """Compares a hash of the parameters over the replicas, on the host.
 
         Raises:
-            RuntimeError: The replicas differ.
+            RuntimeError: The replicas differ. Raised on every rank, since those whose own shards
+                agree would wait for the others in their next collective.
         """
         hashes = torch.stack([_hash(local) for unit in self.units for local in unit.locals])
         gathered = self.mesh.sync.all_gather(hashes, "comparing the parameters of the replicas")
-        if not bool((gathered == gathered[0]).all()):
+        differ = (gathered != gathered[0]).any().int()
+        dist.all_reduce(differ, dist.ReduceOp.MAX, group=self.mesh.worker_group)
+        if bool(differ):
             raise RuntimeError(
                 f"the replicas hold different parameters at step {self.step}, where they should "
-                f"agree (ranks {self.mesh.sync.ranks}): same seed and checkpoint on all of them?"
+                "agree: same seed and checkpoint on all of them?"
             )
 
     def _start_synchronisation(self) -> None:

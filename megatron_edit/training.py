@@ -1,11 +1,12 @@
-"""The parts of the training loop: one step, evaluation, figures for the log, reasons to stop."""
+"""The parts of the training loop: one step, an evaluation, the figures of a log line."""
 
 from __future__ import annotations
 
-import signal
+import math
 import time
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -19,17 +20,13 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron_edit import cpu
 from megatron_edit.data import train_iterator, validation_iterator, validation_order
 from megatron_edit.data_parallel import EDiTDataParallel
-from megatron_edit.exit_agreement import ExitAgreement
 from megatron_edit.mesh import Mesh
 from megatron_edit.model import flops_per_token
 from megatron_edit.monitor import Interval
 from megatron_edit.optimizer import EDiTDistributedOptimizer
+from megatron_edit.sync_record import SyncRecord
 
 Batches = Iterator[dict[str, torch.Tensor]]
-
-
-class TooManyNansError(RuntimeError):
-    """``--max-nan-iterations`` steps in a row had a non-finite loss."""
 
 
 def optimizer_config(args: Namespace) -> OptimizerConfig:
@@ -90,9 +87,13 @@ def _mean_loss(
 
 @dataclass
 class Totals:
-    """Sums since the last log line, on the device; reading them is left to the log line."""
+    """Sums since the last log line, on the device; reading them is left to the log line.
+
+    A nan iteration is a step whose loss or whose gradient norm was not finite.
+    """
 
     loss: torch.Tensor
+    finite_losses: torch.Tensor
     nan_iterations: torch.Tensor
     nans_in_row: torch.Tensor
     most_nans_in_row: torch.Tensor
@@ -101,10 +102,12 @@ class Totals:
     exposed_ms: float = 0.0
     started_s: float = field(default_factory=time.perf_counter)
 
-    def add(self, loss: torch.Tensor) -> None:
+    def add(self, loss: torch.Tensor, grad_norm: torch.Tensor) -> None:
         """Adds the mean loss of a step."""
-        bad = ~torch.isfinite(loss)
-        self.loss += torch.where(bad, torch.zeros_like(loss), loss)
+        finite = torch.isfinite(loss)
+        bad = ~(finite & torch.isfinite(grad_norm))
+        self.loss += torch.where(finite, loss, torch.zeros_like(loss))
+        self.finite_losses += finite
         self.nan_iterations += bad
         self.nans_in_row = torch.where(bad, self.nans_in_row + 1, torch.zeros_like(loss))
         self.most_nans_in_row = torch.maximum(self.most_nans_in_row, self.nans_in_row)
@@ -120,6 +123,9 @@ class Trainer:
         chunks: This rank's wrapped model chunks.
         optimizer: Their optimizer.
         datasets: Train, validation and test dataset; the last two may be None.
+
+    Attributes:
+        phase: What this rank is doing, for the message when it fails.
     """
 
     def __init__(
@@ -134,7 +140,8 @@ class Trainer:
         self.engine = optimizer.engine
         self.scheduler = build_scheduler(args, optimizer)
         self.train_data, self.valid_data, self.test_data = datasets
-        self._started_s = time.monotonic()
+        self.phase = "start"
+        self._learning_rate = 0.0
         self._grad_norm = torch.zeros((), device=self.engine.device)
         self._totals = self._new_totals(torch.zeros((), device=self.engine.device))
 
@@ -157,14 +164,16 @@ class Trainer:
 
     def step(self) -> None:
         """One inner step of this replica; it may begin with a synchronisation."""
+        self.phase = "forward and backward"
         self.optimizer.zero_grad()
         for chunk in self.chunks:
             chunk.train()
         losses = self._forward_backward(self._batches, self.args.num_microbatches)
+        self.phase = "optimizer step"
         self._learning_rate = self.optimizer.param_groups[0]["lr"]
         _, self._grad_norm, _ = self.optimizer.step()
         self.scheduler.step(self.args.global_batch_size)
-        self._totals.add(_mean(losses, self.engine.device))
+        self._totals.add(_mean(losses, self.engine.device), self._grad_norm)
 
     def _forward_backward(
         self, batches: list[Batches | None], micro_batches: int, forward_only: bool = False
@@ -188,6 +197,10 @@ class Trainer:
     @torch.no_grad()
     def evaluate(self, dataset: Any) -> list[float]:
         """Mean loss of each replica on the same samples; changes nothing that training sees."""
+        with self.outside_of_steps("evaluation"):
+            return self._evaluate(dataset)
+
+    def _evaluate(self, dataset: Any) -> list[float]:
         for chunk in self.chunks:
             chunk.eval()
         batches = [
@@ -207,24 +220,19 @@ class Trainer:
         return [float(row[0]) for row in sums]
 
     def interval(self) -> Interval:
-        """Figures since the last call, of all replicas; called by all ranks at the same step.
-
-        Raises:
-            TooManyNansError: The loss of some replica has been non-finite for too long.
-        """
+        """Figures since the last call, of all replicas; called by all ranks at the same step."""
+        self.phase = "log line"
         totals, engine = self._totals, self.engine
-        skipped = self.optimizer.skipped_steps
         own = torch.stack(
-            [totals.loss, totals.nan_iterations, totals.most_nans_in_row, totals.nans_in_row]
+            [totals.loss, totals.finite_losses, totals.nan_iterations, totals.most_nans_in_row]
         )
-        loss, nans, most_nans, _ = self._per_replica(own).unbind(dim=1)
+        loss, finite, nans, most_nans = self._per_replica(own).unbind(dim=1)
+        skipped = self.optimizer.skipped_steps - totals.skipped_before
         counts = self.mesh.sync.all_gather(
-            torch.stack([skipped - totals.skipped_before, self._grad_norm]),
-            "gathering the log line",
+            torch.stack([skipped, self._grad_norm]), "gathering the log line"
         )
         # A replica without a finite step in the interval has no loss to report.
-        finite = totals.steps - nans
-        losses = torch.where(finite > 0, loss / finite.clamp(min=1), torch.nan)
+        losses = torch.where(finite > 0, loss / finite, torch.nan)
         step_s = (time.perf_counter() - totals.started_s) / max(totals.steps, 1)
         tokens_per_rank = self.args.global_batch_size * self.args.seq_length / self.args.world_size
         result = Interval(
@@ -235,23 +243,38 @@ class Trainer:
             losses=losses.tolist(),
             grad_norm=float(counts[0, 1]),
             skipped=int(counts[:, 0].sum()),
-            nan_iterations=int(nans.sum()),
+            nan_iterations=math.ceil(nans.sum()),
+            most_nans_in_row=[math.ceil(most) for most in most_nans.tolist()],
             sync_round=engine.round,
             exposed_ms=totals.exposed_ms / max(totals.steps, 1),
             tflops=flops_per_token(self.args) * tokens_per_rank / step_s / 1e12,
         )
-        worst = int(most_nans.max())
         self._totals = self._new_totals(totals.nans_in_row)
-        if worst >= self.args.max_nan_iterations:
-            raise TooManyNansError(
-                f"the loss of replica {int(most_nans.argmax())} was not finite for {worst} "
-                f"iterations in a row, --max-nan-iterations {self.args.max_nan_iterations}"
-            )
         return result
 
-    def add_exposed(self, milliseconds: float) -> None:
-        """Counts time that a synchronisation waited for other replicas."""
-        self._totals.exposed_ms += milliseconds
+    @contextmanager
+    def outside_of_steps(self, phase: str) -> Iterator[None]:
+        """Context of what a loop does between steps; its time is not counted as theirs."""
+        self.phase = phase
+        started_s = time.perf_counter()
+        yield
+        self._totals.started_s += time.perf_counter() - started_s
+
+    def synchronize(self) -> None:
+        """Synchronises the replicas now: the end of training."""
+        self.phase = "last synchronisation"
+        self.engine.synchronize()
+
+    def records(self) -> list[SyncRecord]:
+        """Synchronisations finished since the last call."""
+        records = self.engine.records()
+        self._totals.exposed_ms += sum(record.exposed_ms for record in records)
+        return records
+
+    @property
+    def whereabouts(self) -> str:
+        """Step and phase, for the message when this rank fails."""
+        return f"step {self.engine.step}, {self.phase}"
 
     def _per_replica(self, own: torch.Tensor) -> torch.Tensor:
         """Averages ``[n]`` values of the ranks that compute a loss, per replica: ``[R, n]``."""
@@ -265,6 +288,7 @@ class Trainer:
         zero = torch.zeros((), device=self.engine.device)
         return Totals(
             loss=zero.clone(),
+            finite_losses=zero.clone(),
             nan_iterations=zero.clone(),
             nans_in_row=nans_in_row,
             most_nans_in_row=nans_in_row.clone(),
@@ -277,35 +301,3 @@ def _mean(losses: list[torch.Tensor], device: torch.device) -> torch.Tensor:
     if not losses:
         return torch.zeros((), device=device)
     return torch.stack(losses).mean()
-
-
-class StopConditions:
-    """Reasons to stop before the last iteration: SIGTERM, ``--exit-interval`` and the clock.
-
-    Args:
-        args: The arguments of the run.
-        agreement: Makes all ranks stop after the same step.
-    """
-
-    def __init__(self, args: Namespace, agreement: ExitAgreement | None) -> None:
-        self._args, self._agreement = args, agreement
-        self._started_s = time.monotonic()
-        self._signalled = False
-        if args.exit_signal_handler:
-            signal.signal(signal.SIGTERM, self._on_signal)
-
-    def _on_signal(self, *_: object) -> None:
-        self._signalled = True
-
-    def reason(self, step: int) -> str | None:
-        """Why the run stops now, at the top of a step; None to go on. All ranks get the same."""
-        if self._args.exit_interval and step and step % self._args.exit_interval == 0:
-            return f"--exit-interval {self._args.exit_interval}"
-        if self._agreement is None:
-            return None
-        if self._signalled:
-            self._agreement.request("SIGTERM")
-        minutes = self._args.exit_duration_in_mins
-        if minutes is not None and time.monotonic() - self._started_s > 60 * minutes:
-            self._agreement.request(f"--exit-duration-in-mins {minutes}")
-        return self._agreement.reason if self._agreement.stops_at(step) else None

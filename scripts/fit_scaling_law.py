@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron_edit.errors import ConfigurationError, exit_on_configuration_error
 from megatron_edit.scaling.compare import Comparison, compare
-from megatron_edit.scaling.fit import FORMS, Fit, Prediction, choose_form, fit_runs
+from megatron_edit.scaling.fit import FORMS, Fit, Prediction, choose_form, curvature_note, fit_runs
 from megatron_edit.scaling.forms import VARIABLES, Points, PowerForm, ReplicaForm
 from megatron_edit.scaling.hoffmann import HoffmannForm, Split, optimal_split
 from megatron_edit.scaling.logs import read_logs
@@ -113,10 +113,15 @@ class Study:
             self._compare(runs, args)
 
     def _fit_groups(self, runs: list[Run], args: argparse.Namespace) -> None:
+        groups_by_note: dict[str, list[str]] = {}
         for name, members in groups(runs, by_replicas=True).items():
             form, notes = choose_form(args.form, args.variable, Table.of(members).points)
-            self.notes += [f"{name}: {note}" for note in notes]
-            self.fits[name] = fit_runs(members, form, args.resamples, args.seed)
+            fit = fit_runs(members, form, args.resamples, args.seed)
+            bend = curvature_note(fit)
+            for note in notes + ([bend] if bend else []):
+                groups_by_note.setdefault(note, []).append(name)
+            self.fits[name] = fit
+        self.notes += [f"{', '.join(names)}: {note}" for note, names in groups_by_note.items()]
 
     def _fit_joint(self, runs: list[Run], args: argparse.Namespace) -> None:
         for name, members in groups(runs, by_replicas=False).items():
@@ -169,7 +174,9 @@ def predictions(study: Study, wanted: list[list[str]]) -> dict[str, dict[str, Pr
                 own = point if len(seen) > 1 else Points.of(n, d, seen.pop())
                 found.setdefault(label, {})[name] = fit.predict(own)
         if label not in found:
-            raise ConfigurationError(f"--predict {' '.join(words)}: no runs with {replicas:g} replicas")
+            raise ConfigurationError(
+                f"--predict {' '.join(words)}: no runs with {replicas:g} replicas"
+            )
     return found
 
 
@@ -230,8 +237,14 @@ def report(
         parts += [f"  warning: {text}" for text in sorted(warned)]
     if split:
         rows = [
-            [name, f"{s.compute:.3g}", f"{s.parameters:.4g}", f"{s.tokens:.4g}",
-             f"{s.tokens / s.parameters:.4g}", f"{s.loss:.5g}"]
+            [
+                name,
+                f"{s.compute:.3g}",
+                f"{s.parameters:.4g}",
+                f"{s.tokens:.4g}",
+                f"{s.tokens / s.parameters:.4g}",
+                f"{s.loss:.5g}",
+            ]
             for name, values in split.items()
             for s in values
         ]

@@ -99,7 +99,7 @@ TRAINING_ARGS=(
 )
 DATA_ARGS=(
   --data-path "$DATA_PATH"
-  --split 95,5,0
+  --split "95,5,0"
   --tokenizer-type HuggingFaceTokenizer
   --tokenizer-model "$TOKENIZER"
   --num-workers 0
@@ -140,7 +140,8 @@ else
   if ((steps_done > 0)); then
     LOGGING_ARGS+=(--load "$CHECKPOINT_PATH")
   fi
-  run deepspeed --num_accelerators "$RANKS" --master_port "$MASTER_PORT" pretrain_edit.py \
+  run deepspeed --log_level error --num_accelerators "$RANKS" --master_port "$MASTER_PORT" \
+    pretrain_edit.py \
     "${MODEL_ARGS[@]}" "${PARALLEL_ARGS[@]}" "${TRAINING_ARGS[@]}" "${DATA_ARGS[@]}" \
     "${LOGGING_ARGS[@]}" --deepspeed --deepspeed_config "$CONFIG" 2>&1 |
     if [[ $DRY_RUN == 1 ]]; then cat; else tee -a "$LOG"; fi

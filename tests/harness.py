@@ -349,10 +349,11 @@ def digest(tensors: Iterable[torch.Tensor]) -> str:
 def digests(training: Training) -> dict[str, str]:
     """Hashes of this rank's parameters, AdamW moments, anchor and outer momentum."""
     engine = training.engine
-    inner = training.optimizer.optimizer.state.values()
+    state = training.optimizer.optimizer.state
+    inner = [state.get(shard, {}) for shard in training.optimizer._shards.values()]
     return {
         "parameters": digest(local for unit in engine.units for local in unit.locals),
-        "moments": digest(value for state in inner for value in state.values()),
+        "moments": digest(moments[key] for moments in inner for key in sorted(moments)),
         "anchor": digest(state.anchor for state in engine.outer),
         "momentum": digest(s.momentum for s in engine.outer if s.momentum is not None),
     }

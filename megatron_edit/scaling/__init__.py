@@ -1,7 +1,9 @@
 """Scaling laws and planners for local SGD against synchronous training. Imports no torch.
 
-`forms`, `hoffmann`, `fit`, `compare`, `runs`, `logs`: laws fitted to runs. `published`: numbers of
-the literature. `closed_forms`, `clock`: formulas of time and bandwidth. `cluster`, `penalty`,
-`topology`, `planner`, `crossover`, `edge`: plans for hardware. `events`, `simulate`: runs as
-discrete events. `plots`, `tables`: what a person looks at.
+Laws: `runs` and `logs` read runs, `forms` and `hoffmann` are the families, `fit` and `compare` fit
+and test, `published` has the literature's numbers. Plans: `closed_forms` and `clock` are formulas,
+`cluster` the input file, `topology`, `planner`, `crossover` and `edge` evaluate it with the losses
+of `penalty`; `trainer_settings` turns a plan into flags. Simulation: `scenario`, `simulate` on the
+kernel `events`. `provenance` and `constants` say where numbers come from; `tables`, `plots`,
+`law_plots`, `timeline`, `site_report` and `edge_report` are what a person looks at.
 """

@@ -14,10 +14,10 @@ from megatron_edit.errors import ConfigurationError
 from megatron_edit.scaling.closed_forms import Infeasible, Round, state_bytes, step_seconds
 from megatron_edit.scaling.cluster import COMPRESSION_FACTORS, Cluster, Devices
 from megatron_edit.scaling.penalty import LossPenalty, tokens_to_equal_loss
+from megatron_edit.scaling.planner import DAY, TIE
 from megatron_edit.scaling.published import UTILISATIONS
 from megatron_edit.scaling.topology import GATHERS_PER_STEP
 
-DAY = 86400.0
 REFERENCE_GPU_FLOPS = 989e12 * 0.4
 """FLOP/s of one H100 in dense bf16 at 40 % MFU, to say how many of them the devices are worth."""
 
@@ -267,6 +267,19 @@ class EdgePlanner:
             for plan in plans
             if plan.penalty <= search.max_loss_penalty and plan.rounds >= search.fewest_rounds
         ]
+
+
+def best_edge(plans: Sequence[EdgePlan], objective: str = "equal_loss_days") -> EdgePlan:
+    """Returns the best plan, and of nearly equal ones the one without delay or compression.
+
+    Args:
+        plans: At least one.
+        objective: `days` at equal tokens, or `equal_loss_days`.
+    """
+    limit = TIE * min(getattr(plan, objective) for plan in plans)
+    near = [plan for plan in plans if getattr(plan, objective) <= limit]
+    order = list(COMPRESSION_FACTORS)
+    return min(near, key=lambda p: (p.delay, order.index(p.compression), p.interval))
 
 
 def _rate(mbps: float) -> float:

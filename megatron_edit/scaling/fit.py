@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.stats import f as f_distribution
 
 from megatron_edit.errors import ConfigurationError, unknown_name
 from megatron_edit.scaling.forms import (
@@ -26,6 +27,7 @@ COLLINEAR_R2 = 0.99
 apart; D = 20 N in every run gives 1."""
 EXTRAPOLATION_FACTOR = 10.0
 """A prediction beyond this multiple of the largest run is warned about."""
+CURVATURE_P = 0.01
 INTERVAL = (2.5, 97.5)
 """Percentiles of a 95 % interval."""
 
@@ -181,6 +183,35 @@ def choose_form(name: str, over: str, points: Points) -> tuple[Form, list[str]]:
             )
     form.check(points)
     return form, notes
+
+
+def curvature_note(fit: Fit) -> str | None:
+    """Says that the residuals of a power law bend: the loss levels off, or the law is another.
+
+    An F-test of a quadratic term in ln x.
+
+    Args:
+        fit: A fit of any form; only power laws are tested.
+    """
+    form, table = fit.law.form, fit.table
+    if not isinstance(form, PowerForm):
+        return None
+    x = np.log(table.points.variable(form.over))
+    free = len(x) - 3
+    if free < 1 or len(np.unique(x)) < 4:
+        return None
+    _, rest, *_ = np.polyfit(x - x.mean(), table.log_loss, 2, full=True)
+    quadratic, linear = float(rest[0]), float((fit.residuals**2).sum())
+    # Losses with few digits leave rounding only; nothing can be said below it.
+    if linear < 1e-12:
+        return None
+    p_value = float(f_distribution.sf((linear - quadratic) / (quadratic / free), 1, free))
+    if p_value > CURVATURE_P:
+        return None
+    return (
+        f"the residuals bend (F-test, p < {CURVATURE_P}): a pure power law does not hold over this range "
+        "and must not be extrapolated; try --form offset"
+    )
 
 
 def fit_runs(runs: Sequence[Run], form: Form, resamples: int = 1000, seed: int = 0) -> Fit:

@@ -197,7 +197,7 @@ class ReplicaForm(Form):
 
 @dataclass(frozen=True)
 class OffsetForm(Form):
-    """L = A x^a + C of one variable x; theta = (ln A, a, C), C >= 0."""
+    """L = A x^a + C of one variable x; theta = (ln A, a, ln C)."""
 
     name = "offset"
     over: str = "parameters"
@@ -212,8 +212,7 @@ class OffsetForm(Form):
         return (self.over,)
 
     def log_loss(self, theta: Array, points: Points) -> Array:
-        x = np.log(points.variable(self.over))
-        return np.asarray(np.log(np.exp(theta[0] + theta[1] * x) + theta[2]))
+        return _sum_of_two(theta, np.log(points.variable(self.over)))
 
     def fit(
         self, points: Points, log_loss: Array, weights: Array, start: Array | None = None
@@ -223,41 +222,45 @@ class OffsetForm(Form):
             raise FitFailed("A x^a + C needs three values of x")
         # With x centred, ln A and a are nearly independent and the search is well conditioned.
         centre = float(x.mean())
+        x = x - centre
         root = np.sqrt(weights)
 
         def residuals(theta: Array) -> Array:
-            return np.asarray(root * (self._centred(theta, x - centre) - log_loss))
+            return np.asarray(root * (_sum_of_two(theta, x) - log_loss))
 
-        starts = (
-            [start + np.array([start[1] * centre, 0, 0])]
-            if start is not None
-            else self._starts(x - centre, log_loss, weights)
-        )
-        bounds = ([-np.inf, -np.inf, 0.0], [np.inf, 0.0, float(np.exp(log_loss.min()))])
-        found = [
-            least_squares(residuals, np.clip(s, bounds[0], bounds[1]), bounds=bounds, xtol=1e-12)
-            for s in starts
-        ]
-        best = min(found, key=lambda result: result.cost).x
-        return np.asarray(best - np.array([best[1] * centre, 0, 0]))
+        def jacobian(theta: Array) -> Array:
+            share = np.exp(theta[0] + theta[1] * x - _sum_of_two(theta, x))
+            return np.asarray(root[:, None] * np.stack([share, share * x, 1 - share], axis=1))
 
-    @staticmethod
-    def _centred(theta: Array, x: Array) -> Array:
-        return np.asarray(np.log(np.exp(theta[0] + theta[1] * x) + theta[2]))
-
-    @staticmethod
-    def _starts(x: Array, log_loss: Array, weights: Array) -> list[Array]:
-        """Returns log-linear fits of L - C for several C below the smallest loss."""
-        loss = np.exp(log_loss)
-        starts = []
-        for share in (0.05, 0.3, 0.6, 0.9):
-            offset = share * loss.min()
-            line = _weighted_lstsq([np.ones_like(x), x], np.log(loss - offset), weights)
-            starts.append(np.array([line[0], min(line[1], 0.0), offset]))
-        return starts
+        shift = np.array([centre, 0.0, 0.0])
+        if start is None:
+            starts = _offset_starts(x, log_loss, weights)
+        else:
+            starts = [start + start[1] * shift]
+        found = [least_squares(residuals, s, jac=jacobian, method="lm") for s in starts]
+        best = np.asarray(min(found, key=lambda result: result.cost).x)
+        if not np.isfinite(best).all():
+            raise FitFailed("A x^a + C has no finite optimum")
+        return best - best[1] * shift
 
     def readable(self, theta: Array) -> Array:
-        return np.array([np.exp(theta[0]), theta[1], theta[2]])
+        return np.array([np.exp(theta[0]), theta[1], np.exp(theta[2])])
+
+
+def _sum_of_two(theta: Array, x: Array) -> Array:
+    """Returns ln(A e^(a x) + C) for theta = (ln A, a, ln C)."""
+    return np.logaddexp(theta[0] + theta[1] * x, theta[2])
+
+
+def _offset_starts(x: Array, log_loss: Array, weights: Array) -> list[Array]:
+    """Returns log-linear fits of L - C for several C below the smallest loss."""
+    loss = np.exp(log_loss)
+    starts = []
+    for share in (0.05, 0.3, 0.6, 0.9):
+        offset = share * loss.min()
+        line = _weighted_lstsq([np.ones_like(x), x], np.log(loss - offset), weights)
+        starts.append(np.array([*line, np.log(offset)]))
+    return starts
 
 
 @dataclass(frozen=True)

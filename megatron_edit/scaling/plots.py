@@ -180,5 +180,9 @@ def _round_shares(axes: Axes, undelayed: Sequence[EdgePlan]) -> None:
         axes.bar(place, share, bottom=bottom, color=colour, label=name)
         bottom += share
     axes.set_xticks(place, ["sync" if p.interval == 1 else f"H={p.interval}" for p in shown])
-    axes.set(ylabel="share of a round, %", title=f"one round, {smallest} (sync: bf16 gradients)")
-    axes.legend(fontsize=8, loc="lower left")
+    axes.set(
+        ylabel="share of a round, %",
+        ylim=(0, 116),
+        title=f"one round, {smallest} (sync: bf16 gradients)",
+    )
+    axes.legend(fontsize=8, loc="upper center", ncols=3)

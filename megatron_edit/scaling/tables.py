@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from megatron_edit.scaling.fit import Range
 from megatron_edit.scaling.provenance import Constant
 
+WIDEST_COLUMN = 24
+
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Returns rows in columns: the first aligned left, the others right."""
@@ -40,10 +42,20 @@ def interval(value: Range, digits: int = 5) -> str:
     return f"{value.value:.{digits}g} [{value.low:.{digits}g}, {value.high:.{digits}g}]"
 
 
+def duration(days: float | None) -> str:
+    """Returns a time in the unit in which it is a handy number."""
+    if days is None or not math.isfinite(days):
+        return "never"
+    for unit, length in (("days", 1.0), ("hours", 1 / 24), ("min", 1 / 1440)):
+        if days >= 2 * length:
+            return f"{number(days / length)} {unit}"
+    return f"{number(days * 86400)} s"
+
+
 def constants_table(constants: Sequence[Constant]) -> str:
-    """Returns where each number comes from."""
+    """Returns where each number comes from; long values push their own line to the right only."""
     rows = [[c.name, c.kind.value, f"{_text(c.value)} {c.unit}", c.source] for c in constants]
-    widths = [max(len(row[i]) for row in rows) for i in range(3)]
+    widths = [min(max(len(row[i]) for row in rows), WIDEST_COLUMN) for i in range(3)]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(row, [*widths, 0], strict=True)).rstrip()
         for row in rows

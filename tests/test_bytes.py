@@ -1,0 +1,81 @@
+"""What crosses replicas: one shard per round and a few numbers, and nothing in between."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from distributed import run_ranks
+from harness import Case, CollectiveLog, start
+
+from megatron_edit.model import count_parameters
+
+BASE = Case(layers=2, edit={"warmup_steps": 2, "sync_interval": 3})
+# Steps 0 and 1 are synchronous; step 2 creates the anchor; steps 5 and 8 synchronise.
+STEPS, WARMUP, ANCHOR, SYNCHRONISING = 10, (0, 1), 2, (5, 8)
+CASES = {
+    "R2 S2": replace(BASE, shard=2),
+    "R3": replace(BASE, replicas=3),
+    "R2 TP2": replace(BASE, tp=2),
+    "R2 PP2 tied": replace(BASE, pp=2, tied=True),
+}
+
+# Where a shard is an exact part of the model: no copies and no unequal stages.
+WHOLE_OVER_SHARD = {"R2 S2": 2, "R3": 1}
+
+
+def _traffic(case: Case) -> dict[str, Any]:
+    """Every step's collectives across replicas, and what the engine says it sent."""
+    training = start(case)
+    steps, said = [], []
+    for _ in range(STEPS):
+        with CollectiveLog() as log:
+            training.step()
+        steps.append([(e.name, e.sent) for e in log.across_replicas(training.mesh.replica_size)])
+        said += [(record.step, record.sync_bytes) for record in training.engine.records()]
+    with CollectiveLog() as log:
+        training.evaluate(0)
+    return {
+        "steps": steps,
+        "evaluation": log.across_replicas(training.mesh.replica_size),
+        "said": dict(said),
+        "shard": sum(p.numel() for p in training.optimizer._shards.values()),
+        "parameters": len(training.optimizer._shards),
+        "own units": len(training.engine.units),
+        "units": len(training.engine.unit_names),
+    }
+
+
+def on_the_wire(name: str, sent: int, replicas: int) -> float:
+    """Bytes a rank sends in a ring collective into which it put ``sent`` bytes."""
+    factor = {"allreduce_": 2 * (replicas - 1) / replicas, "_allgather_base_": replicas - 1}
+    return factor[name] * sent
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_round_sends_one_shard_and_a_few_numbers(name: str) -> None:
+    case = CASES[name]
+    whole = count_parameters(case.args())
+    for rank in run_ranks(_traffic, case.world, case):
+        if name in WHOLE_OVER_SHARD:
+            assert rank["shard"] == whole // WHOLE_OVER_SHARD[name]
+        payload = 2 * (case.replicas - 1) / case.replicas * 4 * rank["shard"]
+        scalars = (case.replicas - 1) * 4 * (rank["units"] + 3)
+        for step, collectives in enumerate(rank["steps"]):
+            sent = sum(on_the_wire(*c, case.replicas) for c in collectives)
+            if step in SYNCHRONISING:
+                assert sent == pytest.approx(payload + scalars, rel=1e-2)
+                assert sorted(c[0] for c in collectives) == (
+                    ["_allgather_base_"] + ["allreduce_"] * rank["own units"]
+                )
+                assert rank["said"][step] == pytest.approx(payload, rel=1e-6)
+            elif step in WARMUP:
+                assert sent == pytest.approx(payload, rel=1e-2)
+            elif step == ANCHOR:
+                # A hash of every parameter.
+                assert collectives == [("_allgather_base_", 8 * rank["parameters"])]
+            else:
+                assert collectives == []
+        assert rank["evaluation"] == []
+        assert set(rank["said"]) == set(SYNCHRONISING)
