@@ -90,7 +90,11 @@ def whole_parameters(folder: Path) -> dict[str, torch.Tensor]:
         for key, entry in saved.items()
         if key.startswith(prefix)
     }
-    dcp.load({prefix + name: tensor for name, tensor in parts.items()}, checkpoint_id=folder, no_dist=True)
+    dcp.load(
+        {prefix + name: tensor for name, tensor in parts.items()},
+        checkpoint_id=folder,
+        no_dist=True,
+    )
     parameters = merge_tensor_parts(parts, gated=state["model"]["swiglu"])
     if not state["model"]["untie_embeddings_and_output_weights"]:
         # Under pipeline parallelism the last stage has a copy of its own.
@@ -98,9 +102,7 @@ def whole_parameters(folder: Path) -> dict[str, torch.Tensor]:
     return {_local_name(name): tensor for name, tensor in parameters.items()}
 
 
-def merge_tensor_parts(
-    parts: Mapping[str, torch.Tensor], gated: bool
-) -> dict[str, torch.Tensor]:
+def merge_tensor_parts(parts: Mapping[str, torch.Tensor], gated: bool) -> dict[str, torch.Tensor]:
     """Puts the parts of tensor-parallel ranks together.
 
     Args:
