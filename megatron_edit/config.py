@@ -38,16 +38,23 @@ class EditConfig(BaseModel):
         use_attribute_docstrings=True,
     )
 
-    method: Literal["edit", "sync"] = "edit"
+    method: Literal["sync", "local_sgd", "post_local_sgd", "diloco", "co2", "edit", "a_edit"] = (
+        "edit"
+    )
     """Named preset of the fields below, each of which may still be set by itself."""
     replicas: PositiveInt | None = None
     """Number of replicas: full copies of the model that train between two synchronisations on
     their own. The ranks of the world are divided among them."""
-    sync_trigger: Literal["steps", "never"] = "steps"
-    """What ends a round: `steps` counts inner steps, `never` averages gradients over all replicas
-    at every step instead."""
+    sync_trigger: Literal["steps", "time", "never"] = "steps"
+    """What ends a round: `steps` counts inner steps, `time` reads the clock, so that replicas of
+    unequal speed do unequal numbers of steps, `never` averages gradients over all replicas at every
+    step instead."""
     sync_interval: PositiveInt = 128
     """Length of a round in inner steps."""
+    sync_seconds: PositiveFloat = 600.0
+    """Length of a round in seconds, with the time trigger."""
+    min_round_steps: PositiveInt = 1
+    """Inner steps of all replicas together below which a round of the time trigger is skipped."""
     warmup_steps: Annotated[int, Field(ge=0)] = 1000
     """Inner steps at the start during which gradients are averaged over all replicas."""
     weighting: Literal["norm", "norm_per_step", "tokens", "uniform"] = "norm"
@@ -87,6 +94,19 @@ class EditConfig(BaseModel):
     """Momentum of the outer optimizer."""
     outer_nesterov: bool = True
     """Whether the outer optimizer looks ahead (Nesterov)."""
+    outer_momentum_clip: PositiveFloat | None = None
+    """Largest absolute value of an element of the outer momentum (CO2). none = off."""
+    staleness_gap_penalty: Annotated[float, Field(ge=1)] = 1.0
+    """Divisor of the averaged pseudo gradient, for its age (CO2's lambda). 1 = off."""
+    delay_steps: Annotated[int, Field(ge=0)] = 0
+    """Inner steps that a synchronisation may take behind the training before its result is applied;
+    local progress made meanwhile is kept. 0 applies it in the forward that starts it."""
+    delay_round: bool = False
+    """Whether a synchronisation takes one whole round, after which the replicas go on from the
+    anchor (CO2)."""
+    compression: Literal["none", "bf16", "int8"] = "none"
+    """Encoding of pseudo gradients between replicas: fp32 (`none`), or fewer bytes with error
+    feedback: 2x (`bf16`) or about 4x (`int8`, one scale per 256 values)."""
     sync_prefetch: PositiveInt = 1
     """Units whose all-reduce is in flight ahead of the unit that computes."""
     offload_outer_state: bool = False

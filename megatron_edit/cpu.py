@@ -2,9 +2,9 @@
 
 megatron-core names CUDA in places: ``torch.cuda.current_device()`` as the device of a new tensor,
 ``device="cuda"`` literals, the CUDA generator in its RNG tracker. Instead of patching ``torch``
-itself (but for one method), :func:`install` hands the megatron-core modules in :data:`PATCHED_MODULES` a view of
-``torch`` in which these names mean the CPU. Nothing outside megatron-core sees the view, and on a
-machine with a GPU nothing is patched at all.
+itself (but for one method), :func:`install` hands the megatron-core modules in
+:data:`PATCHED_MODULES` a view of ``torch`` in which these names mean the CPU. Nothing outside
+megatron-core sees the view, and on a machine with a GPU nothing is patched at all.
 """
 
 from __future__ import annotations

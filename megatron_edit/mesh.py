@@ -9,7 +9,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megatron_edit.sync_group import SyncGroup
+from megatron_edit.sync_group import SyncChannels, SyncGroup
 
 # megatron-core's default order puts the pipeline outermost, so that a replica would be strewn over
 # the hosts and its own traffic would cross the slow link.
@@ -27,6 +27,7 @@ class Mesh:
         tensor_parallel: TP.
         replica: Index of this rank's replica; likewise the other ``*_rank``.
         worker_group: The PP x S x TP ranks of this replica.
+        worker_host_group: The same ranks, for messages on the host (gloo).
         stage_group: The S x TP ranks of this replica that hold parts of the same layers.
         shard_group: The S ranks that shard the same tensors.
         tensor_group: The TP ranks that split the same layers.
@@ -43,6 +44,7 @@ class Mesh:
     shard_rank: int
     tensor_rank: int
     worker_group: dist.ProcessGroup
+    worker_host_group: dist.ProcessGroup
     stage_group: dist.ProcessGroup
     shard_group: dist.ProcessGroup
     tensor_group: dist.ProcessGroup
@@ -120,10 +122,8 @@ def build_mesh(
         with_context_parallel=True, partial_data_parallel=True
     )
     sync_ranks = [r * replica_size + rank_in_replica for r in range(replicas)]
-    sync_group = None
-    if replicas > 1:
-        sync_group = parallel_state.get_inter_distributed_optimizer_instance_group()
-        assert dist.get_process_group_ranks(sync_group) == sync_ranks
+    worker_group = parallel_state.get_intra_distributed_optimizer_instance_group()
+    workers = [list(range(r * replica_size, (r + 1) * replica_size)) for r in range(replicas)]
     return Mesh(
         replicas=replicas,
         pipeline_parallel=pipeline_parallel,
@@ -133,13 +133,45 @@ def build_mesh(
         pipeline_rank=parallel_state.get_pipeline_model_parallel_rank(),
         shard_rank=shard_group.rank(),
         tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
-        worker_group=parallel_state.get_intra_distributed_optimizer_instance_group(),
+        worker_group=worker_group,
+        worker_host_group=_host_group(workers, worker_group, timeout_minutes),
         stage_group=stage_group,
         shard_group=shard_group,
         tensor_group=parallel_state.get_tensor_model_parallel_group(),
         pipeline_group=parallel_state.get_pipeline_model_parallel_group(),
-        sync=SyncGroup(sync_group, sync_ranks, replica),
+        sync=SyncGroup(_sync_channels(sync_ranks, timeout_minutes), sync_ranks, replica),
     )
+
+
+def _new_group(
+    partition: list[list[int]], timeout_minutes: float, backend: str | None = None
+) -> dist.ProcessGroup:
+    """Makes the groups of a partition of the world, on all ranks alike; returns this rank's."""
+    timeout = timedelta(minutes=timeout_minutes)
+    groups = {id(r): dist.new_group(r, timeout=timeout, backend=backend) for r in partition}
+    return groups[next(id(ranks) for ranks in partition if dist.get_rank() in ranks)]
+
+
+def _host_group(
+    partition: list[list[int]], on_device: dist.ProcessGroup, timeout_minutes: float
+) -> dist.ProcessGroup:
+    """A gloo group of the same ranks; the group itself where it is gloo already."""
+    if dist.get_backend(on_device) == dist.Backend.GLOO:
+        return on_device
+    return _new_group(partition, timeout_minutes, backend="gloo")
+
+
+def _sync_channels(sync_ranks: list[int], timeout_minutes: float) -> SyncChannels | None:
+    if len(sync_ranks) == 1:
+        return None
+    payload = parallel_state.get_inter_distributed_optimizer_instance_group()
+    assert dist.get_process_group_ranks(payload) == sync_ranks
+    replica_size = dist.get_world_size() // len(sync_ranks)
+    partition = [
+        list(range(first, dist.get_world_size(), replica_size)) for first in range(replica_size)
+    ]
+    scalars = _new_group(partition, timeout_minutes)
+    return SyncChannels(payload, scalars, _host_group(partition, scalars, timeout_minutes))
 
 
 def _stage_group(
@@ -148,19 +180,12 @@ def _stage_group(
     """This rank's stage group. With ``RANK_ORDER`` the data-parallel rank is outermost and the
     pipeline rank next, so that stage p of replica r is every rank with these two coordinates."""
     stride = parallel_state.get_tensor_model_parallel_world_size()
-    mine = None
-    for first in range(0, world, replica_size):
-        for stage in range(pipeline_parallel):
-            ranks = [
-                rank
-                for rank in range(first, first + replica_size)
-                if rank // stride % pipeline_parallel == stage
-            ]
-            group = dist.new_group(ranks, timeout=timedelta(minutes=timeout_minutes))
-            if dist.get_rank() in ranks:
-                mine = group
-    assert mine is not None
-    return mine
+    partition = [
+        [r for r in range(first, first + replica_size) if r // stride % pipeline_parallel == stage]
+        for first in range(0, world, replica_size)
+        for stage in range(pipeline_parallel)
+    ]
+    return _new_group(partition, timeout_minutes)
 
 
 def destroy_mesh() -> None:

@@ -15,6 +15,7 @@ def outer_step_(
     mu: float,
     nesterov: bool,
     apply: Tensor,
+    momentum_clip: float | None = None,
 ) -> None:
     """Updates the anchor and the outer momentum in place, unless the unit is rolled back.
 
@@ -32,12 +33,13 @@ def outer_step_(
         nesterov: Whether to look ahead along the momentum.
         apply: 0-dim bool or number on the anchor's device. 0 (every replica is anomalous) leaves
             anchor and momentum bitwise as they are, without a host sync.
+        momentum_clip: Largest absolute value of an element of the momentum (CO2), or None.
 
     Raises:
-        ValueError: `momentum` is None but `mu` is not 0.
+        ValueError: `momentum` is None but `mu` is not 0 or the momentum is to be clipped.
     """
-    if momentum is None and mu != 0:
-        raise ValueError(f"outer momentum {mu} needs a momentum buffer")
+    if momentum is None and (mu != 0 or momentum_clip is not None):
+        raise ValueError(f"outer momentum {mu}, clip {momentum_clip}: needs a momentum buffer")
     # Selected, never multiplied: 0 * NaN is NaN, and -0.0 + 0.0 loses the sign bit.
     chosen = apply if apply.dtype == torch.bool else apply != 0
     update = pseudo_grad
@@ -46,10 +48,12 @@ def outer_step_(
     else:
         # Not `add(alpha=mu)` alone: that may fuse the product and the sum, SGD rounds twice here.
         scratch = torch.mul(momentum, mu).add_(pseudo_grad)
+        if momentum_clip is not None:
+            scratch.clamp_(-momentum_clip, momentum_clip)
         torch.where(chosen, scratch, momentum, out=momentum)
         if nesterov and mu != 0:
             update = torch.add(pseudo_grad, momentum, alpha=mu, out=scratch)
-        elif mu != 0:
+        else:
             update = momentum
     torch.add(anchor, update, alpha=-lr, out=scratch)
     torch.where(chosen, scratch, anchor, out=anchor)

@@ -2,11 +2,56 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
+from megatron_edit.compression import Background, Compressor
+from megatron_edit.config import EditConfig
 from megatron_edit.outer import outer_step_
-from megatron_edit.sync_group import Pending
+from megatron_edit.penalty import contribution_
+from megatron_edit.sync_group import Pending, SyncGroup
 from megatron_edit.units import Unit
+
+
+@dataclass
+class Decision:
+    """What a synchronisation decided for one unit, for this replica; 0-dim on the device.
+
+    Attributes:
+        weight: What this replica's pseudo gradient counts, fp32.
+        accepted: Whether this replica takes part.
+        any_accepted: Whether any replica does; otherwise the unit goes back to the anchor.
+    """
+
+    weight: torch.Tensor
+    accepted: torch.Tensor
+    any_accepted: torch.Tensor
+
+
+@dataclass
+class Flight:
+    """A unit's pseudo gradient on its way over the replicas.
+
+    Attributes:
+        payload: ``[numel]`` fp32; holds the sum once ``pending`` has been waited for.
+        pending: The collective.
+        decision: Its verdict and weight.
+        departure: ``[numel]`` fp32 copy of the parameters at the launch, if local progress made
+            since then is to be kept.
+    """
+
+    payload: torch.Tensor
+    pending: Pending
+    decision: Decision
+    departure: torch.Tensor | None
+
+
+def has_momentum(config: EditConfig) -> bool:
+    """Whether there is an outer momentum to keep. With ``delay_round`` it also tells how far the
+    anchor has moved since a launch, so it is kept even where mu is 0."""
+    clipped = config.outer_momentum_clip is not None
+    return config.outer_momentum > 0 or clipped or config.delay_round
 
 
 class OuterState:
@@ -14,89 +59,141 @@ class OuterState:
 
     Args:
         unit: The unit, whose parameters become the first anchor.
-        momentum: Whether the outer optimizer has momentum.
-        offload: Keep anchor and momentum in (pinned) host memory; they visit the device from the
-            launch of the unit's all-reduce until its outer step.
+        config: Outer optimizer, compression, offload.
+        sync: The replicas.
+        background: Runs compressed collectives.
     """
 
-    def __init__(self, unit: Unit, momentum: bool, offload: bool) -> None:
+    def __init__(
+        self, unit: Unit, config: EditConfig, sync: SyncGroup, background: Background | None
+    ) -> None:
         self.unit = unit
-        self.pending: Pending | None = None
-        self._payload: torch.Tensor | None = None
-        self._offload = offload
-        device = unit.locals[0].device
-        anchor = torch.empty(unit.numel, device=device)
+        self._config, self._sync = config, sync
+        self._device = unit.locals[0].device
+        self._counted = torch.tensor([float(c) for c in unit.counted], device=self._device)
+        anchor = torch.empty(unit.numel, device=self._device)
         unit.copy_to(anchor)
         self.anchor = self._at_home(anchor)
-        self.momentum = self._at_home(torch.zeros_like(anchor)) if momentum else None
+        self.momentum = self._at_home(torch.zeros_like(anchor)) if has_momentum(config) else None
+        # With offloading: anchor and momentum on the device, from launch to landing.
         self._visiting: tuple[torch.Tensor, torch.Tensor | None] | None = None
-        self._counted = torch.tensor([float(c) for c in unit.counted], device=device)
+        self.compressor: Compressor | None = None
+        if config.compression != "none" and sync.size > 1:
+            assert background is not None
+            self.compressor = Compressor(
+                config.compression, unit.numel, sync, background, self._device
+            )
 
-    def _at_home(self, buffer: torch.Tensor) -> torch.Tensor:
-        if not self._offload:
-            return buffer
-        home = torch.empty(buffer.shape, pin_memory=buffer.is_cuda)
-        return home.copy_(buffer)
-
-    def _on_device(self, home: torch.Tensor) -> torch.Tensor:
-        if not self._offload:
-            return home
-        return torch.empty_like(home, device=self.unit.locals[0].device).copy_(
-            home, non_blocking=True
-        )
+    def squared_norm(self, flat: torch.Tensor) -> torch.Tensor:
+        """Sum of squares of the elements of ``flat`` that this rank counts, 0-dim fp32."""
+        norms = torch.stack(torch._foreach_norm(self.unit.views(flat)))
+        return (norms.square() * self._counted).sum()
 
     def pseudo_gradient(self) -> torch.Tensor:
         """anchor - parameters, a new ``[numel]`` fp32 buffer."""
         return self._difference(self._on_device(self.anchor))
+
+    @property
+    def payload_bytes(self) -> float:
+        """Bytes this rank sends to other replicas for one synchronisation of the unit."""
+        size = self.unit.numel * 4 if self.compressor is None else self.compressor.payload_bytes
+        return size * 2 * (self._sync.size - 1) / self._sync.size
+
+    def launch(self, decision: Decision, keeps_progress: bool, phase: str) -> Flight:
+        """Sends this replica's weighted pseudo gradient off.
+
+        Args:
+            decision: Verdict and weight.
+            keeps_progress: Local progress from now until the landing is to be kept.
+            phase: What this is part of, for the message when it fails.
+        """
+        anchor, _ = self._visit()
+        payload = contribution_(self._difference(anchor), decision.weight)
+        departure = None
+        if keeps_progress:
+            departure = torch.empty_like(payload)
+            self.unit.copy_to(departure)
+        if self.compressor is None:
+            pending = self._sync.all_reduce(payload, phase)
+        else:
+            pending = self.compressor.all_reduce(
+                payload, decision.accepted, decision.any_accepted, phase
+            )
+        return Flight(payload, pending, decision, departure)
+
+    def average(self, flight: Flight) -> torch.Tensor:
+        """The averaged pseudo gradient of a flight that has been waited for, ``[numel]`` fp32.
+
+        With ``delay_round`` the anchor has moved since the launch, by -lr times the momentum;
+        the pseudo gradient is measured from where it is now (CO2).
+        """
+        payload = flight.payload
+        if self._config.delay_round:
+            _, momentum = self._visit()
+            payload.sub_(momentum, alpha=self._config.outer_lr)
+        return payload.div_(self._config.staleness_gap_penalty)
+
+    def land(self, flight: Flight) -> torch.Tensor:
+        """Outer step with the flight's payload as the gradient; the parameters follow the anchor.
+
+        Returns:
+            Squares of the counted elements of anchor and momentum, ``[2]``, for the log.
+        """
+        anchor, momentum = self._visit()
+        outer_step_(
+            anchor,
+            momentum,
+            flight.payload,
+            self._config.outer_lr,
+            self._config.outer_momentum,
+            self._config.outer_nesterov,
+            flight.decision.any_accepted,
+            momentum_clip=self._config.outer_momentum_clip,
+        )
+        self._follow(anchor, flight)
+        self._leave()
+        squares = [self.squared_norm(buffer) for buffer in (anchor, momentum) if buffer is not None]
+        return torch.stack(
+            squares if len(squares) == 2 else [*squares, torch.zeros_like(squares[0])]
+        )
+
+    def _follow(self, anchor: torch.Tensor, flight: Flight) -> None:
+        if flight.departure is None:
+            self.unit.copy_from(anchor)
+            return
+        progress = flight.departure
+        torch._foreach_sub_(self.unit.views(progress), self.unit.locals)
+        # An excluded replica's progress starts from parameters that nobody wants back.
+        progress.masked_fill_(~flight.decision.accepted, 0.0)
+        self.unit.copy_from(anchor - progress)
 
     def _difference(self, anchor: torch.Tensor) -> torch.Tensor:
         delta = anchor.clone()
         torch._foreach_sub_(self.unit.views(delta), self.unit.locals)
         return delta
 
-    def squared_norm(self, flat: torch.Tensor) -> torch.Tensor:
-        """Sum of squares of the elements of ``flat`` that this rank counts, 0-dim fp32."""
-        norms = torch.stack(torch._foreach_norm(self.unit.views(flat)))
-        return norms.square().mul_(self._counted).sum()
+    def _at_home(self, buffer: torch.Tensor) -> torch.Tensor:
+        if not self._config.offload_outer_state:
+            return buffer
+        home = torch.empty(buffer.shape, pin_memory=buffer.is_cuda)
+        return home.copy_(buffer)
 
-    def prepare_payload(self) -> torch.Tensor:
-        """Brings the outer state to the device and returns this replica's pseudo gradient."""
-        anchor = self._on_device(self.anchor)
-        momentum = None if self.momentum is None else self._on_device(self.momentum)
-        self._visiting = (anchor, momentum)
-        self._payload = self._difference(anchor)
-        return self._payload
+    def _on_device(self, home: torch.Tensor) -> torch.Tensor:
+        if not self._config.offload_outer_state:
+            return home
+        return torch.empty_like(home, device=self._device).copy_(home, non_blocking=True)
 
-    def wait(self) -> torch.Tensor:
-        """Waits for the all-reduce; returns the averaged pseudo gradient, ``[numel]`` fp32."""
-        assert self.pending is not None and self._payload is not None
-        self.pending.wait()
-        self.pending = None
-        return self._payload
+    def _visit(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Anchor and momentum on the device."""
+        if self._visiting is None:
+            momentum = None if self.momentum is None else self._on_device(self.momentum)
+            self._visiting = (self._on_device(self.anchor), momentum)
+        return self._visiting
 
-    def step(self, lr: float, mu: float, nesterov: bool, accepted: torch.Tensor) -> torch.Tensor:
-        """Outer step with the payload as the gradient; the parameters become the new anchor.
-
-        Args:
-            lr: Outer learning rate.
-            mu: Outer momentum.
-            nesterov: Nesterov momentum.
-            accepted: 0-dim bool on the device; False rolls the parameters back to the anchor.
-
-        Returns:
-            Squares of the counted elements of anchor and momentum, ``[2]``, for the log.
-        """
-        assert self._visiting is not None and self._payload is not None
-        anchor, momentum = self._visiting
-        outer_step_(anchor, momentum, self._payload, lr, mu, nesterov, accepted)
-        self.unit.copy_from(anchor)
-        if self._offload:
-            self.anchor.copy_(anchor, non_blocking=True)
-            if self.momentum is not None:
-                self.momentum.copy_(momentum, non_blocking=True)
-        squares = [self.squared_norm(anchor)]
-        squares.append(
-            torch.zeros_like(squares[0]) if momentum is None else self.squared_norm(momentum)
-        )
-        self._visiting = self._payload = None
-        return torch.stack(squares)
+    def _leave(self) -> None:
+        """Brings a changed outer state home."""
+        if self._visiting is not None and self._config.offload_outer_state:
+            for home, visitor in zip((self.anchor, self.momentum), self._visiting, strict=True):
+                if home is not None and visitor is not None:
+                    home.copy_(visitor, non_blocking=True)
+        self._visiting = None

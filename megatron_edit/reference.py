@@ -48,6 +48,10 @@ class NaiveReference:
         self.rounds = 0
         self.anchor: dict[str, torch.Tensor] = {}
         self.momentum: dict[str, torch.Tensor] = {}
+        # What is under way: for each unit the averaged pseudo gradient (None: a rollback) and who
+        # takes part; where every replica was at the departure.
+        self.under_way: dict[str, tuple[dict[str, torch.Tensor] | None, list[int]]] = {}
+        self.departure: list[dict[str, torch.Tensor]] = []
 
     def step(self, batches: Sequence[Sequence[Any]], lr: float) -> float:
         """One inner step of every replica.
@@ -64,8 +68,14 @@ class NaiveReference:
         if local_steps == 0 and not synchronous:
             self.anchor = {n: p.detach().clone() for n, p in self.replicas[0].named_parameters()}
             self.momentum = {n: torch.zeros_like(p) for n, p in self.anchor.items()}
-        if not synchronous and local_steps > 0 and local_steps % self.config.sync_interval == 0:
-            self.synchronize()
+        tau, delay = self.config.sync_interval, self.config.delay_steps
+        if not synchronous and local_steps > 0:
+            if local_steps % tau == 0 and self.config.delay_round:
+                self.synchronize_a_round_later()
+            elif local_steps % tau == 0:
+                self.depart()
+            if self.under_way and not self.config.delay_round and local_steps % tau == delay:
+                self.land()
         losses = [self._backward(i, micro_batches) for i, micro_batches in enumerate(batches)]
         if synchronous:
             self._average_gradients()
@@ -78,25 +88,83 @@ class NaiveReference:
         self.steps += 1
         return statistics.fmean(losses)
 
-    @torch.no_grad()
     def synchronize(self) -> None:
-        """Every unit: pseudo gradients, verdicts, weights, clip, outer step, and back to all."""
-        replicas = [dict(replica.named_parameters()) for replica in self.replicas]
-        for names in self.units.values():
+        """Brings all replicas to one anchor: the end of training."""
+        if self.config.delay_round:
+            self.synchronize_a_round_later()
+            self._co2_step(self.departure)
+            self._follow_anchor()
+            return
+        if self.under_way:
+            self.land()
+        self.depart()
+        self.departure = []
+        self.land()
+
+    @torch.no_grad()
+    def depart(self) -> None:
+        """Every unit: pseudo gradients, verdicts, weights, average."""
+        replicas = self._parameters()
+        self.departure = [{n: p.clone() for n, p in replica.items()} for replica in replicas]
+        for unit, names in self.units.items():
             deltas = [{n: self.anchor[n] - replica[n] for n in names} for replica in replicas]
             norms = [_norm(delta) for delta in deltas]
             good = self._good(norms)
+            average = None
             if good:
                 weights = self._weights([norms[i] for i in good])
                 average = {
                     n: sum(w * deltas[i][n] for w, i in zip(weights, good, strict=True))
                     for n in names
                 }
-                self._outer_step(average)
-            for replica in replicas:
-                for n in names:
-                    replica[n].copy_(self.anchor[n])
+            self.under_way[unit] = (average, good)
         self.rounds += 1
+
+    @torch.no_grad()
+    def land(self) -> None:
+        """Every unit: clip, outer step, and the anchor to all; with a delay plus what each replica
+        has learned since the departure."""
+        for unit, (average, good) in self.under_way.items():
+            if average is not None:
+                self._outer_step(average)
+            for i, replica in enumerate(self._parameters()):
+                for n in self.units[unit]:
+                    progress = torch.zeros_like(self.anchor[n])
+                    if self.config.delay_steps and self.departure and i in good:
+                        progress = replica[n] - self.departure[i][n]
+                    replica[n].copy_(self.anchor[n] + progress)
+        self.under_way = {}
+
+    @torch.no_grad()
+    def synchronize_a_round_later(self) -> None:
+        """CO2: the mean of a round's parameters is applied at the end of the next one."""
+        arrived, self.departure = (
+            self.departure,
+            [{n: p.clone() for n, p in replica.items()} for replica in self._parameters()],
+        )
+        if arrived:
+            self._co2_step(arrived)
+            self._follow_anchor()
+        self.rounds += 1
+
+    def _co2_step(self, arrived: list[dict[str, torch.Tensor]]) -> None:
+        config = self.config
+        for n, anchor in self.anchor.items():
+            gap = anchor - sum(replica[n] for replica in arrived) / len(arrived)
+            b = config.outer_momentum * self.momentum[n] + gap / config.staleness_gap_penalty
+            if config.outer_momentum_clip is not None:
+                b = b.clamp(-config.outer_momentum_clip, config.outer_momentum_clip)
+            self.momentum[n] = b
+            self.anchor[n] = anchor - config.outer_lr * b
+
+    @torch.no_grad()
+    def _follow_anchor(self) -> None:
+        for replica in self._parameters():
+            for n, parameter in replica.items():
+                parameter.copy_(self.anchor[n])
+
+    def _parameters(self) -> list[dict[str, nn.Parameter]]:
+        return [dict(replica.named_parameters()) for replica in self.replicas]
 
     def _backward(self, index: int, micro_batches: Sequence[Any]) -> float:
         self.inner[index].zero_grad()

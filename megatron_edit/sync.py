@@ -1,4 +1,4 @@
-"""The sync engine: replicas train apart and synchronise unit by unit inside the next forward.
+"""The sync engine: replicas train apart and synchronise unit by unit inside a forward.
 
 One synchronisation:
 
@@ -9,6 +9,9 @@ One synchronisation:
                      -> the all-reduce of unit l+1 starts -> FSDP2 gathers unit l -> its forward
     after forward    any unit that the forward did not reach
 
+With a delay all all-reduces start at once and land in the same way, but in a later step's forward.
+A unit "departs" when its all-reduce starts and "lands" when its result is applied.
+
 Nothing here reads a value back to the host: what happened is copied out at the end of the step and
 read when it has arrived (``sync_record``).
 """
@@ -17,20 +20,46 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 from megatron_edit import penalty
+from megatron_edit.compression import Background
 from megatron_edit.config import EditConfig
 from megatron_edit.data_parallel import EDiTDataParallel
 from megatron_edit.gradients import average_over_replicas
+from megatron_edit.meeting import Meetings
 from megatron_edit.mesh import Mesh
-from megatron_edit.outer_state import OuterState
-from megatron_edit.sync_record import Recorder, SyncRecord
-from megatron_edit.trigger import build_trigger
+from megatron_edit.outer_state import Decision, Flight, OuterState
+from megatron_edit.sync_record import OpenRecord, Recorder, SyncRecord
+from megatron_edit.trigger import TimeTrigger, build_trigger
 from megatron_edit.units import Unit, unit_names
+
+
+@dataclass
+class Round:
+    """A synchronisation from its verdicts until its last unit has landed.
+
+    Attributes:
+        number: Counted from 0.
+        lands_at: Step in whose first forward the units land.
+        keeps_progress: Whether local progress between departure and landing is kept.
+        decisions: By unit index.
+        record: Its numbers.
+        flights: Units under way, by unit index.
+        departed: How many units have departed, in the order that all replicas share.
+    """
+
+    number: int
+    lands_at: int
+    keeps_progress: bool
+    decisions: list[Decision]
+    record: OpenRecord
+    flights: dict[int, Flight] = field(default_factory=dict)
+    departed: int = 0
 
 
 class SyncEngine:
@@ -63,18 +92,22 @@ class SyncEngine:
         self.round = 0
         self.steps_in_round = 0
         self.outer: list[OuterState] = []
+        self.flying: list[Round] = []
         self.detector = penalty.DetectorState.zeros(
             mesh.replicas, len(self.unit_names), self.device
         )
-        self.recorder = Recorder(self.unit_names, mesh, self.device)
-        self._spans_stages = mesh.pipeline_parallel > 1 and len(self.unit_names) == (
-            model.config.num_layers + 1
-        )
+        self.meetings: Meetings | None = None
+        if isinstance(self.trigger, TimeTrigger):
+            self.meetings = Meetings(self.trigger, mesh, config.min_round_steps)
+        self._background = None if config.compression == "none" else Background(self.device)
+        self._recorder = Recorder(self.unit_names, mesh, self.device)
+        tied = model.share_embeddings_and_output_weights
+        self._spans_stages = tied and mesh.pipeline_parallel > 1
         self._chunks = chunks
         self._in_step = False
-        self._launched = 0
+        self._landing: Round | None = None
+        self._to_land: dict[int, OuterState] = {}
         self._order_hash = 0
-        self._waiting: dict[int, OuterState] = {}
         for chunk in chunks:
             chunk.before_each_unit(self._before_unit, self._after_forward)
 
@@ -82,6 +115,14 @@ class SyncEngine:
     def synchronous(self) -> bool:
         """Whether the current step averages gradients over the replicas."""
         return self.trigger.synchronous(self.step)
+
+    @property
+    def consumed_samples(self) -> int:
+        """Samples of all replicas: known up to the last meeting, this replica's own times R since
+        (Replicas that synchronise by steps are always as far as one another.)"""
+        met = self.meetings.steps if self.meetings is not None else [0] * self.mesh.replicas
+        since = self.step - met[self.mesh.replica]
+        return self.samples_per_step * (sum(met) + self.mesh.replicas * since)
 
     @torch.no_grad()
     def begin_step(self) -> None:
@@ -91,8 +132,10 @@ class SyncEngine:
         self._in_step = True
         if not self.synchronous and not self.outer:
             self.create_anchor()
-        if self.trigger.due(self.step):
-            self._start_synchronisation()
+        if self._due():
+            self._open_round(self._delay())
+        if self.flying and self.flying[0].lands_at == self.step:
+            self._begin_landing(self.flying.pop(0))
 
     def average_gradients(self) -> None:
         """Averages gradients over the replicas in the synchronous phase; nothing otherwise."""
@@ -101,44 +144,47 @@ class SyncEngine:
 
     def end_step(self) -> None:
         """Counts the step, after the inner optimizer's update."""
-        assert not self._waiting, "the step ended with units that were not synchronised"
+        assert not self._to_land, "the step ended with units that were not synchronised"
         self._in_step = False
         if not self.synchronous:
             self.steps_in_round += 1
         self.step += 1
-        self.recorder.finish(self.config.clip)
-        self.recorder.poll()
+        self._close_round()
+        self._recorder.poll()
 
     @torch.no_grad()
     def synchronize(self) -> None:
         """Synchronises all units now, whatever the trigger says: the end of training."""
+        if self.config.delay_round and self.steps_in_round > 0:
+            # The last round departs before the one under way moves the anchor it is measured from.
+            self._open_round(delay=1)
+        while self.flying:
+            self._land_now(self.flying.pop(0))
         if self.outer and self.steps_in_round > 0:
-            self._start_synchronisation()
-            self._synchronise_waiting(self.units)
-            self.recorder.finish(self.config.clip)
-        self.recorder.drain()
+            self._open_round(delay=0)
+            self._land_now(self.flying.pop(0))
+        self._recorder.drain()
 
     def records(self) -> list[SyncRecord]:
         """Synchronisations since the last call, once their numbers have reached the host."""
-        return self.recorder.take()
+        return self._recorder.take()
 
     @contextmanager
     @torch.no_grad()
     def evaluated_parameters(self) -> Iterator[None]:
         """Context of an evaluation: puts the anchor in the parameters' place if ``eval_on`` says
         so, and takes care that nothing gathered in it outlives it."""
-        kept = None
-        if self.config.eval_on == "anchor" and self.outer:
-            kept = [[local.clone() for local in state.unit.locals] for state in self.outer]
+        kept: list[list[torch.Tensor]] = []
+        if self.config.eval_on == "anchor":
             for state in self.outer:
+                kept.append([local.clone() for local in state.unit.locals])
                 state.unit.copy_from(state.anchor)
         try:
             yield
         finally:
-            for state, locals_ in zip(self.outer, kept or [], strict=kept is not None):
-                torch._foreach_copy_(state.unit.locals, locals_)
-            for chunk in self._chunks:
-                chunk.release()
+            for state, before in zip(self.outer, kept, strict=bool(kept)):
+                torch._foreach_copy_(state.unit.locals, before)
+            self._release()
 
     @torch.no_grad()
     def create_anchor(self) -> None:
@@ -148,12 +194,13 @@ class SyncEngine:
             RuntimeError: The replicas hold different parameters.
         """
         self.check_replicas_agree()
-        has_momentum = self.config.outer_momentum > 0
         # A unit with parts on two stages comes first: its holders meet before the first forward.
         ordered = sorted(self.units, key=lambda unit: not unit.spans_stages)
         self.outer = [
-            OuterState(unit, has_momentum, self.config.offload_outer_state) for unit in ordered
+            OuterState(unit, self.config, self.mesh.sync, self._background) for unit in ordered
         ]
+        if self.meetings is not None:
+            self.meetings.begin(self.step)
 
     def check_replicas_agree(self) -> None:
         """Compares a hash of the parameters over the replicas, on the host.
@@ -172,26 +219,42 @@ class SyncEngine:
                 "agree: same seed and checkpoint on all of them?"
             )
 
-    def _start_synchronisation(self) -> None:
-        self.recorder.start(self.round, self.step)
-        for chunk in self._chunks:
-            # Parameters kept from an evaluation would be stale once their shards change.
-            chunk.release()
-        with self.recorder.exposed():
+    def _due(self) -> bool:
+        if self.meetings is None:
+            return self.trigger.due(self.step)
+        return not self.synchronous and self.meetings.due(self.step)
+
+    def _delay(self) -> int:
+        return self.config.sync_interval if self.config.delay_round else self.config.delay_steps
+
+    def _open_round(self, delay: int) -> None:
+        """Exchanges norms, decides, and has the first units depart (with a delay: all)."""
+        record = OpenRecord(self.round, self.step, len(self.unit_names), self.device)
+        self._release()
+        with record.exposed():
+            if self.meetings is not None and not self.meetings.meet(self.step):
+                return
             norms, counts = self._exchange_norms()
-        steps, samples, orders = counts.unbind(dim=1)
+        steps, samples, _ = counts.unbind(dim=1)
         accepted, self.detector = penalty.verdicts(norms, steps, self.detector, self.config)
         weights = penalty.weights(norms, accepted, steps, samples, self.config)
-        self.recorder.decided(norms, weights, accepted, steps, orders, self.detector)
-        self._own_weights = weights[self.mesh.replica]
-        self._any_accepted = accepted.any(dim=0)
-        self._waiting = {state.unit.index: state for state in self.outer}
-        self._launched = 0
-        self._order_hash = 0
+        record.decided(norms, weights, accepted, counts, self.detector)
+        own = self.mesh.replica
+        some = accepted.any(dim=0)
+        columns = zip(weights[own].unbind(), accepted[own].unbind(), some.unbind(), strict=True)
+        opened = Round(
+            number=self.round,
+            lands_at=self.step + delay,
+            keeps_progress=delay > 0 and not self.config.delay_round,
+            decisions=[Decision(*column) for column in columns],
+            record=record,
+        )
         self.round += 1
         self.steps_in_round = 0
-        self._synchronise_spanning_unit()
-        self._launch_until(self.config.sync_prefetch)
+        self._order_hash = 0
+        self.flying.append(opened)
+        if delay:
+            self._depart_until(opened, len(self.outer) - 1)
 
     def _exchange_norms(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns G ``[R, U]`` and steps, samples and order hash of the round ``[R, 3]``."""
@@ -207,71 +270,93 @@ class SyncEngine:
         )
         return gathered[:, :-3], gathered[:, -3:]
 
-    def _launch_until(self, last: int) -> None:
+    def _depart_until(self, round_: Round, last: int) -> None:
         """Starts all-reduces up to the unit at position ``last``, in the same order everywhere."""
-        while self._launched <= min(last, len(self.outer) - 1):
-            self._launch(self.outer[self._launched])
-            self._launched += 1
+        while round_.departed <= min(last, len(self.outer) - 1):
+            state = self.outer[round_.departed]
+            index = state.unit.index
+            phase = f"synchronising {state.unit.name} in round {round_.number}"
+            round_.flights[index] = state.launch(
+                round_.decisions[index], round_.keeps_progress, phase
+            )
+            round_.record.bytes += state.payload_bytes
+            round_.departed += 1
+            # Below 2^24: it travels to the other replicas as a float.
+            self._order_hash = (self._order_hash * 131 + index + 1) % (1 << 24)
 
-    def _launch(self, state: OuterState) -> None:
-        unit = state.unit
-        payload = penalty.contribution_(state.prepare_payload(), self._own_weights[unit.index])
-        phase = f"synchronising {unit.name} in round {self.round - 1}"
-        state.pending = self.mesh.sync.all_reduce(payload, phase)
-        self.recorder.sent(payload)
-        # Below 2^24: it travels to the other replicas as a float.
-        self._order_hash = (self._order_hash * 131 + unit.index + 1) % (1 << 24)
+    def _begin_landing(self, round_: Round) -> None:
+        """Has the units of a round land in the forward that comes."""
+        # Parameters kept from an evaluation would be stale once their shards change.
+        self._release()
+        self._landing = round_
+        self._to_land = {state.unit.index: state for state in self.outer}
+        self._land_spanning_unit(round_)
+        self._depart_until(round_, self.config.sync_prefetch)
+
+    def _land_now(self, round_: Round) -> None:
+        self._begin_landing(round_)
+        self._land_all(self.units)
+        self._close_round()
 
     def _before_unit(self, unit: Unit) -> None:
-        state = self._waiting.get(unit.index)
+        state = self._to_land.get(unit.index)
         if state is not None and state.unit is unit:
             with torch.no_grad():
-                self._synchronise(state)
+                self._land(state)
             _gather(unit)
 
     def _after_forward(self, units: list[Unit]) -> None:
-        if self._waiting:
+        if self._to_land:
             with torch.no_grad():
-                self._synchronise_waiting(units)
+                self._land_all(units)
 
-    def _synchronise_waiting(self, units: list[Unit]) -> None:
+    def _land_all(self, units: list[Unit]) -> None:
         for unit in units:
-            state = self._waiting.get(unit.index)
+            state = self._to_land.get(unit.index)
             if state is not None and state.unit is unit:
-                self._synchronise(state)
+                self._land(state)
 
-    def _synchronise_spanning_unit(self) -> None:
+    def _land_spanning_unit(self, round_: Round) -> None:
         """Stages that share a unit must meet for its norm, which they cannot do inside a forward:
         the later stage's begins when the first one's has ended."""
         if not self._spans_stages:
             return
         if self.outer[0].unit.spans_stages:
-            self._synchronise(self.outer[0])
+            self._depart_until(round_, 0)
+            self._land(self.outer[0])
         elif self.config.clip is not None:
             self._sum_in_order(torch.zeros((), device=self.device), self.mesh.worker_group)
 
-    def _synchronise(self, state: OuterState) -> None:
+    def _land(self, state: OuterState) -> None:
         """Waits for one unit's all-reduce and applies it."""
-        unit = state.unit
+        round_, unit = self._landing, state.unit
+        assert round_ is not None
         assert not unit.is_gathered, f"{unit.name} was gathered before its synchronisation"
         position = self.outer.index(state)
-        self._launch_until(position)
-        with self.recorder.exposed():
-            delta = state.wait()
+        self._depart_until(round_, position)
+        flight = round_.flights.pop(unit.index)
+        with round_.record.exposed():
+            flight.pending.wait()
+        delta = state.average(flight)
         square = state.squared_norm(delta)
         if self.config.clip is not None:
             group = self.mesh.worker_group if unit.spans_stages else self.mesh.stage_group
             norm = self._sum_in_order(square, group).sqrt()
             delta.mul_(penalty.clip_coefficient(norm, self.config.clip))
-        outer_squares = state.step(
-            self.config.outer_lr,
-            self.config.outer_momentum,
-            self.config.outer_nesterov,
-            self._any_accepted[unit.index],
-        )
-        del self._waiting[unit.index]
-        self.recorder.applied(unit.index, square, outer_squares)
-        self._launch_until(position + self.config.sync_prefetch)
+        round_.record.applied(unit.index, square, state.land(flight))
+        del self._to_land[unit.index]
+        self._depart_until(round_, position + self.config.sync_prefetch)
+
+    def _close_round(self) -> None:
+        """Sends the numbers of a landed round off; not in the forward, where stages of a pipeline
+        would wait for one another."""
+        if self._landing is not None:
+            self._recorder.close(self._landing.record, self.config.clip)
+            self._landing = None
+
+    def _release(self) -> None:
+        for chunk in self._chunks:
+            chunk.release()
 
     def _sum_in_order(self, value: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         """Sums a 0-dim value over ranks of the replica, in an order that all replicas share: an

@@ -10,10 +10,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
+
+# Told of each finished collective: its name, milliseconds from start to result, bytes it sends.
+Observer = Callable[[str, float, int], None]
 
 
 class SyncError(RuntimeError):
@@ -31,21 +35,32 @@ class Pending(Protocol):
         """
 
 
-# Told of each finished collective: its name, milliseconds from start to result, bytes of the tensor.
-Observer = Callable[[str, float, int], None]
+@dataclass(frozen=True)
+class SyncChannels:
+    """Process groups over the same ranks, so that no traffic queues behind another kind's.
+
+    Attributes:
+        payload: Pseudo gradients and averaged gradients: large, slow, in flight for long.
+        scalars: A few numbers on the device.
+        host: A few numbers on the host (gloo).
+    """
+
+    payload: dist.ProcessGroup
+    scalars: dist.ProcessGroup
+    host: dist.ProcessGroup
 
 
 class SyncGroup:
     """The R ranks, one of each replica, that hold the same shard of the same layers.
 
     Args:
-        group: Process group of these ranks, ordered by replica; None when there is one replica.
+        channels: Process groups of these ranks, by replica; None when there is one replica.
         ranks: Their global ranks, for messages.
         replica: Index of this rank's replica.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, ranks: list[int], replica: int) -> None:
-        self._group = group
+    def __init__(self, channels: SyncChannels | None, ranks: list[int], replica: int) -> None:
+        self._channels = channels
         self.ranks = ranks
         self.size = len(ranks)
         self.rank = replica
@@ -59,29 +74,69 @@ class SyncGroup:
                 and must not be touched before.
             phase: What this is part of, for the message when it fails.
         """
-        if self._group is None:
-            return _Done()
+        if self._channels is None:
+            return DONE
         started_s = time.perf_counter()
         with self._named(phase):
-            work = dist.all_reduce(flat, group=self._group, async_op=True)
+            work = dist.all_reduce(flat, group=self._channels.payload, async_op=True)
         return _Work(self, work, phase, flat, started_s)
 
-    def all_gather(self, values: torch.Tensor, phase: str) -> torch.Tensor:
-        """Gathers a few numbers of every replica.
+    def all_to_all(self, flat: torch.Tensor, phase: str) -> torch.Tensor:
+        """Sends the i-th of R equal parts of ``flat`` to replica i; blocks the current stream.
 
         Args:
-            values: ``[n]``, the same n on every replica.
+            flat: ``[R * n]``.
             phase: What this is part of, for the message when it fails.
 
         Returns:
             ``[R, n]``, row i from replica i.
         """
-        if self._group is None:
+        if self._channels is None:
+            return flat.unsqueeze(0)
+        received = torch.empty_like(flat)
+        started_s = time.perf_counter()
+        with self._named(phase):
+            dist.all_to_all_single(received, flat, group=self._channels.payload)
+        self._observe("all_to_all_single", started_s, flat)
+        return received.view(self.size, -1)
+
+    def all_gather(self, values: torch.Tensor, phase: str, payload: bool = False) -> torch.Tensor:
+        """Gathers a few numbers of every replica.
+
+        Args:
+            values: ``[n]``, the same n on every replica; on the device.
+            phase: What this is part of, for the message when it fails.
+            payload: The values are a part of a payload, not a few scalars.
+
+        Returns:
+            ``[R, n]``, row i from replica i.
+        """
+        if self._channels is None:
             return values.unsqueeze(0)
+        group = self._channels.payload if payload else self._channels.scalars
+        return self._gather(values, group, phase)
+
+    def all_gather_on_host(self, values: list[float], phase: str) -> list[list[float]]:
+        """Gathers a few numbers of every replica on the host: a rendezvous of the replicas.
+
+        Args:
+            values: n numbers.
+            phase: What this is part of, for the message when it fails.
+
+        Returns:
+            The numbers of each replica.
+        """
+        if self._channels is None:
+            return [values]
+        own = torch.tensor(values, dtype=torch.float64)
+        gathered: list[list[float]] = self._gather(own, self._channels.host, phase).tolist()
+        return gathered
+
+    def _gather(self, values: torch.Tensor, group: dist.ProcessGroup, phase: str) -> torch.Tensor:
         gathered = values.new_empty(self.size * values.numel())
         started_s = time.perf_counter()
         with self._named(phase):
-            dist.all_gather_into_tensor(gathered, values.contiguous(), group=self._group)
+            dist.all_gather_into_tensor(gathered, values.contiguous(), group=group)
         self._observe("all_gather_into_tensor", started_s, gathered)
         return gathered.view(self.size, -1)
 
@@ -100,13 +155,17 @@ class SyncGroup:
             yield
         except RuntimeError as error:
             raise SyncError(
-                f"{phase} failed in the sync group of replica {self.rank} (ranks {self.ranks}): {error}"
+                f"{phase} failed in the sync group of replica {self.rank} "
+                f"(ranks {self.ranks}): {error}"
             ) from error
 
 
 class _Done:
     def wait(self) -> None:
-        """There is one replica: its own value is the sum."""
+        """The result is there."""
+
+
+DONE = _Done()
 
 
 class _Work:

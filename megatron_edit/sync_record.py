@@ -110,20 +110,57 @@ class _HostCopy:
         return self._host
 
 
+class OpenRecord:
+    """The numbers of a synchronisation under way.
+
+    Args:
+        round_: Counted from 0.
+        step: Inner steps done before it.
+        units: U, units of the replica.
+        device: Where the values are computed.
+    """
+
+    def __init__(self, round_: int, step: int, units: int, device: torch.device) -> None:
+        self.round, self.step = round_, step
+        self.watch = _Stopwatch(device.type == "cuda")
+        self.bytes = 0.0
+        self.decision: list[torch.Tensor] = []
+        # Rows: squared norms of the averaged pseudo gradient, of the anchor, of the momentum.
+        self.squares = torch.zeros(3, units, device=device)
+
+    def exposed(self) -> AbstractContextManager[None]:
+        """Context in which the step waits for other replicas."""
+        return self.watch.running()
+
+    def decided(
+        self,
+        norms: torch.Tensor,
+        weights: torch.Tensor,
+        accepted: torch.Tensor,
+        counts: torch.Tensor,
+        detector: DetectorState,
+    ) -> None:
+        """Notes verdicts and weights ``[R, U]`` and counts ``[R, 3]``: steps, samples, order."""
+        rollbacks = detector.consecutive_rollbacks.float()
+        self.decision = [norms, weights, accepted.float(), counts, rollbacks]
+
+    def applied(self, unit: int, averaged: torch.Tensor, outer: torch.Tensor) -> None:
+        """Notes this rank's squared norms of a unit: 0-dim of the average, ``[2]`` outer state."""
+        self.squares[0, unit] = averaged
+        self.squares[1:, unit] = outer
+
+
 @dataclass
 class _Sent:
     """A closed record whose values are on their way to the host."""
 
-    round: int
-    step: int
+    record: OpenRecord
     values: _HostCopy
-    watch: _Stopwatch
-    bytes: float
     aged: bool = False
 
 
 class Recorder:
-    """Collects the numbers of the synchronisation under way and hands out finished records.
+    """Closes records and hands them out once their values have reached the host.
 
     On a GPU a record is read one step after its synchronisation, when its values have long arrived;
     always at the same step, so that all ranks see it together.
@@ -135,74 +172,31 @@ class Recorder:
     """
 
     def __init__(self, units: list[str], mesh: Mesh, device: torch.device) -> None:
-        self._units, self._mesh, self._device = units, mesh, device
+        self._units, self._mesh = units, mesh
         self._on_gpu = device.type == "cuda"
         self._finished: list[SyncRecord] = []
-        self._copies: list[_Sent] = []
-        self._open = False
+        self._sent: list[_Sent] = []
 
-    def start(self, round_: int, step: int) -> None:
-        """Opens the record of a synchronisation."""
-        self._open = True
-        self._round, self._step = round_, step
-        self._watch = _Stopwatch(self._on_gpu)
-        self._bytes = 0.0
-        # Rows: squared norms of the averaged pseudo gradient, of the anchor, of the momentum.
-        self._squares = torch.zeros(3, len(self._units), device=self._device)
-
-    def exposed(self) -> AbstractContextManager[None]:
-        """Context in which the step waits for other replicas."""
-        return self._watch.running()
-
-    def decided(
-        self,
-        norms: torch.Tensor,
-        weights: torch.Tensor,
-        accepted: torch.Tensor,
-        steps: torch.Tensor,
-        orders: torch.Tensor,
-        detector: DetectorState,
-    ) -> None:
-        """Notes verdicts and weights; see :class:`SyncRecord` for the shapes."""
-        replicas = torch.stack([steps, orders], dim=1)
-        rollbacks = detector.consecutive_rollbacks.float()
-        self._decision = [norms, weights, accepted.float(), replicas, rollbacks]
-
-    def sent(self, payload: torch.Tensor) -> None:
-        """Notes a payload: a ring all-reduce sends 2 (R-1)/R of it."""
-        replicas = self._mesh.replicas
-        self._bytes += payload.numel() * payload.element_size() * 2 * (replicas - 1) / replicas
-
-    def applied(self, unit: int, averaged: torch.Tensor, outer: torch.Tensor) -> None:
-        """Notes this rank's squared norms of a unit: 0-dim of the average, ``[2]`` outer state."""
-        self._squares[0, unit] = averaged
-        self._squares[1:, unit] = outer
-
-    def finish(self, clip: float | None) -> None:
-        """Closes the open record, if any: sums over the replica and sends the values off."""
-        if not self._open:
-            return
-        self._open = False
+    def close(self, record: OpenRecord, clip: float | None) -> None:
+        """Sums a record over the replica and sends it off; all ranks of the replica together."""
         if self._mesh.replica_size > 1:
-            dist.all_reduce(self._squares, group=self._mesh.worker_group)
-        averaged = self._squares[0].sqrt()
-        values = [*self._decision, averaged, clip_coefficient(averaged, clip), self._squares[1:]]
+            dist.all_reduce(record.squares, group=self._mesh.worker_group)
+        averaged = record.squares[0].sqrt()
+        values = [*record.decision, averaged, clip_coefficient(averaged, clip), record.squares[1:]]
         flat = torch.cat([value.reshape(-1) for value in values])
-        self._copies.append(
-            _Sent(self._round, self._step, _HostCopy(flat), self._watch, self._bytes)
-        )
+        self._sent.append(_Sent(record, _HostCopy(flat)))
 
     def poll(self) -> None:
         """Called once at the end of every step: reads the values sent off at the step before."""
-        if not self._on_gpu or (self._copies and self._copies[0].aged):
+        if not self._on_gpu or (self._sent and self._sent[0].aged):
             self.drain()
-        for copy in self._copies:
-            copy.aged = True
+        for sent in self._sent:
+            sent.aged = True
 
     def drain(self) -> None:
         """Reads everything sent off so far, waiting for it on a GPU."""
-        self._finished += [self._read(copy) for copy in self._copies]
-        self._copies.clear()
+        self._finished += [self._read(sent) for sent in self._sent]
+        self._sent.clear()
 
     def take(self) -> list[SyncRecord]:
         """Returns the finished records not taken before."""
@@ -212,20 +206,21 @@ class Recorder:
     def _read(self, sent: _Sent) -> SyncRecord:
         replicas, units = self._mesh.replicas, len(self._units)
         matrix, row = replicas * units, units
-        sizes = [matrix, matrix, matrix, 2 * replicas, row, row, row, 2 * row]
+        sizes = [matrix, matrix, matrix, 3 * replicas, row, row, row, 2 * row]
         parts = sent.values.read().split(sizes)
         norms, weights, accepted = (part.view(replicas, units) for part in parts[:3])
-        steps, orders = parts[3].view(replicas, 2).unbind(dim=1)
+        steps, _, orders = parts[3].view(replicas, 3).unbind(dim=1)
+        record = sent.record
         if not bool((orders == orders[0]).all()):
             raise SyncError(
-                f"round {sent.round}: the replicas synchronised their units in different orders "
+                f"round {record.round}: the replicas synchronised their units in different orders "
                 f"(ranks {self._mesh.sync.ranks})"
             )
         anchor, momentum = parts[7].view(2, units).sum(dim=1).sqrt().tolist()
         moved = norms.square().sum(dim=1).sqrt()
         return SyncRecord(
-            round=sent.round,
-            step=sent.step,
+            round=record.round,
+            step=record.step,
             units=self._units,
             norms=norms.tolist(),
             weights=weights.tolist(),
@@ -236,6 +231,6 @@ class Recorder:
             momentum_norm=momentum,
             drift=(moved / max(anchor, 1e-30)).tolist(),
             consecutive_rollbacks=[int(value) for value in parts[4].tolist()],
-            exposed_ms=sent.watch.milliseconds(),
-            sync_bytes=sent.bytes,
+            exposed_ms=record.watch.milliseconds(),
+            sync_bytes=record.bytes,
         )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from megatron_edit.config import EditConfig
@@ -38,6 +40,41 @@ class StepsTrigger:
         return local_steps > 0 and local_steps % self.sync_interval == 0
 
 
+@dataclass
+class TimeTrigger:
+    """A round lasts for a while, however many inner steps that is on this replica.
+
+    Attributes:
+        warmup_steps: Synchronous steps before the first round.
+        sync_seconds: From the end of one meeting of the replicas until they set out for the next.
+        clock: Seconds.
+    """
+
+    warmup_steps: int
+    sync_seconds: float
+    clock: Callable[[], float] = time.monotonic
+    _since_s: float | None = field(default=None, init=False)
+    _hurried: bool = field(default=False, init=False)
+
+    def synchronous(self, step: int) -> bool:
+        return step < self.warmup_steps
+
+    def due(self, step: int) -> bool:
+        if step <= self.warmup_steps or self._since_s is None:
+            return False
+        return self._hurried or self.clock() - self._since_s >= self.sync_seconds
+
+    def restart(self) -> None:
+        """Begins a round. To be called after the replicas have met: a timer that counted the wait
+        for the slowest would call the fast replica to the next meeting ever earlier."""
+        self._since_s = self.clock()
+        self._hurried = False
+
+    def hurry(self) -> None:
+        """Ends the round with the next step."""
+        self._hurried = True
+
+
 @dataclass(frozen=True)
 class NeverTrigger:
     """Plain synchronous data parallelism over all replicas."""
@@ -53,4 +90,6 @@ def build_trigger(config: EditConfig) -> Trigger:
     """The trigger that ``sync_trigger`` names."""
     if config.sync_trigger == "never":
         return NeverTrigger()
+    if config.sync_trigger == "time":
+        return TimeTrigger(config.warmup_steps, config.sync_seconds)
     return StepsTrigger(config.warmup_steps, config.sync_interval)
