@@ -160,8 +160,9 @@ class SyncEngine:
             self._open_round(delay=1)
         while self.flying:
             self._land_now(self.flying.pop(0))
-        if self.outer and self.steps_in_round > 0:
-            self._open_round(delay=0)
+        # By the clock one replica may have done steps that count and another none.
+        if self.outer and (self.steps_in_round > 0 or self.meetings is not None):
+            self._open_round(delay=0, however_short=True)
             self._land_now(self.flying.pop(0))
         self._recorder.drain()
 
@@ -227,12 +228,13 @@ class SyncEngine:
     def _delay(self) -> int:
         return self.config.sync_interval if self.config.delay_round else self.config.delay_steps
 
-    def _open_round(self, delay: int) -> None:
-        """Exchanges norms, decides, and has the first units depart (with a delay: all)."""
+    def _open_round(self, delay: int, however_short: bool = False) -> None:
+        """Exchanges norms and decides. With a delay all units depart."""
         record = OpenRecord(self.round, self.step, len(self.unit_names), self.device)
         self._release()
         with record.exposed():
-            if self.meetings is not None and not self.meetings.meet(self.step):
+            counts_as_round = self.meetings is None or self.meetings.meet(self.step)
+            if not (counts_as_round or however_short):
                 return
             norms, counts = self._exchange_norms()
         steps, samples, _ = counts.unbind(dim=1)

@@ -1,0 +1,165 @@
+"""Checkpoints of any layout come back as the whole model, also in transformers."""
+
+from __future__ import annotations
+
+import json
+import sys
+import zlib
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from command_lines import command_line
+from distributed import run_ranks
+from harness import own_part
+
+from megatron_edit import checkpoint, consolidate
+from megatron_edit.arguments import parse_args
+from megatron_edit.errors import ConfigurationError
+from megatron_edit.factory import get_edit_model_and_optimizer
+from megatron_edit.mesh import build_mesh
+from megatron_edit.model import build_model
+from megatron_edit.training import optimizer_config
+from megatron_edit.units import global_name
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "scripts"))
+
+import export_hf  # noqa: E402
+
+LLAMA = "--mock-data --swiglu --normalization RMSNorm --disable-bias-linear --ffn-hidden-size 96"
+GROUPED = "--group-query-attention --num-query-groups 2 --rotary-base 500"
+UNTIED = "--untie-embeddings-and-output-weights"
+LAYOUTS = {
+    "R2 S2": f"--edit-replicas 2 {UNTIED}",
+    "R2 TP2": f"--edit-replicas 2 --tensor-model-parallel-size 2 {UNTIED}",
+    "TP2 PP2, tied": "--edit-replicas 1 --tensor-model-parallel-size 2 --sequence-parallel "
+    "--pipeline-model-parallel-size 2",
+    "PP2 interleaved S2": "--edit-replicas 1 --pipeline-model-parallel-size 2 "
+    f"--num-layers-per-virtual-pipeline-stage 1 --global-batch-size 8 {UNTIED}",
+}
+
+
+def arguments(layout: str, folder: str, model: str = f"{LLAMA} {GROUPED}") -> Namespace:
+    args = parse_args(command_line(f"{model} {layout} --save {folder}"), world_size=4)
+    args.padded_vocab_size, args.sources["padded_vocab_size"] = 128, "computed"
+    return args
+
+
+def whole(name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    """A tensor that depends on the name alone; norms are about 1."""
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    values = 0.1 * torch.randn(shape, generator=generator)
+    return values + 1 if len(shape) == 1 else values
+
+
+def save_on_rank(args: Namespace, has_anchor: bool) -> None:
+    """Fills the model from :func:`whole`, saves it, and with an anchor moves on before that."""
+    args.rank = dist.get_rank()
+    mesh = build_mesh(
+        args.replicas,
+        args.tensor_model_parallel_size,
+        args.pipeline_model_parallel_size,
+        args.virtual_pipeline_model_parallel_size,
+    )
+    model = build_model(args)
+    for chunk in model:
+        for local_name, parameter in chunk.named_parameters():
+            name = global_name(chunk, local_name)
+            if chunk.share_embeddings_and_output_weights and name == consolidate.TIED_COPY:
+                name = "embedding.word_embeddings.weight"
+            full = list(parameter.shape)
+            if getattr(parameter, "tensor_model_parallel", False):
+                full[parameter.partition_dim] *= mesh.tensor_parallel
+            parameter.data.copy_(own_part(name, whole(name, tuple(full)), parameter, mesh))
+    _, optimizer = get_edit_model_and_optimizer(
+        model, optimizer_config(args), args.edit, mesh, samples_per_step=4
+    )
+    if has_anchor:
+        optimizer.engine.create_anchor()
+        with torch.no_grad():
+            for parameter in optimizer.named_parameters().values():
+                parameter.add_(1.0 + mesh.replica)
+    checkpoint.save(args, mesh, optimizer, "mock")
+
+
+@pytest.mark.parametrize("has_anchor", [True, False])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_parameters_come_back_whole(layout: str, has_anchor: bool, tmp_path: Path) -> None:
+    args = arguments(LAYOUTS[layout], str(tmp_path))
+    run_ranks(save_on_rank, 4, args, has_anchor)
+    folder = consolidate.find_checkpoint(tmp_path)
+    parameters = consolidate.whole_parameters(folder)
+    run = consolidate.read_run(folder)
+    with consolidate.one_rank_mesh():
+        expected = {name: p.shape for name, p in build_model(run)[0].named_parameters()}
+    assert parameters.keys() == expected.keys()
+    for name, tensor in parameters.items():
+        assert torch.equal(tensor, whole(name, tuple(expected[name]))), name
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_transformers_gives_the_same_logits(tied: bool, tmp_path: Path) -> None:
+    from transformers import LlamaForCausalLM
+
+    layout = LAYOUTS["TP2 PP2, tied"] + ("" if tied else f" {UNTIED}")
+    run_ranks(save_on_rank, 4, arguments(layout, str(tmp_path / "checkpoint")), False)
+    output = tmp_path / "llama"
+    export_hf.export(
+        Namespace(
+            load=tmp_path / "checkpoint", iteration=None, output=output, dtype="float32",
+            tokenizer_model=None,
+        )
+    )  # fmt: skip
+    assert list(output.glob("*.safetensors"))
+    tokens = torch.randint(128, (2, 32), generator=torch.Generator().manual_seed(0))
+    theirs = LlamaForCausalLM.from_pretrained(output)(tokens).logits
+    ours = whole_model_logits(tmp_path / "checkpoint", tokens)
+    assert theirs.std() > 0.1
+    torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+
+
+def whole_model_logits(root: Path, tokens: torch.Tensor) -> torch.Tensor:
+    folder = consolidate.find_checkpoint(root)
+    with consolidate.one_rank_mesh(), torch.no_grad():
+        model = consolidate.load_whole_model(folder, consolidate.read_run(folder))
+        positions = torch.arange(tokens.shape[1]).expand(len(tokens), -1)
+        return model(tokens, positions, None)
+
+
+def test_a_model_that_is_no_llama_is_not_exported() -> None:
+    run = Namespace(normalization="LayerNorm", swiglu=True, disable_bias_linear=True)
+    with pytest.raises(ConfigurationError, match="normalization LayerNorm"):
+        export_hf.check_is_llama(run)
+
+
+def test_names_of_transformer_engine_become_local_ones() -> None:
+    names = {
+        "decoder.layers.3.self_attention.linear_qkv.layer_norm_weight": (
+            "decoder.layers.3.input_layernorm.weight"
+        ),
+        "decoder.layers.3.mlp.linear_fc1.layer_norm_bias": (
+            "decoder.layers.3.pre_mlp_layernorm.bias"
+        ),
+    }
+    for theirs, ours in names.items():
+        assert consolidate._local_name(theirs) == ours
+
+
+@pytest.mark.parametrize("iteration", [None, 7])
+def test_a_missing_checkpoint_is_said(iteration: int | None, tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="no checkpoint"):
+        consolidate.find_checkpoint(tmp_path, iteration)
+
+
+def test_the_newest_checkpoint_is_found(tmp_path: Path) -> None:
+    for iteration in (10, 20):
+        folder = tmp_path / f"iter_{iteration:07d}"
+        folder.mkdir()
+        (folder / "state.json").write_text(json.dumps({}))
+    (tmp_path / checkpoint.TRACKER).write_text("20")
+    assert consolidate.find_checkpoint(tmp_path).name == "iter_0000020"
+    assert consolidate.find_checkpoint(tmp_path, 10).name == "iter_0000010"
+
