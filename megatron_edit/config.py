@@ -113,6 +113,13 @@ class EditConfig(BaseModel):
     """Whether anchor and outer momentum live in pinned host memory."""
     eval_on: Literal["local", "anchor"] = "local"
     """Parameters that are evaluated in the middle of a round: each replica's own or the anchor."""
+    debug: bool = False
+    """Whether the two fields below may be set."""
+    debug_slow_replica: str | None = None
+    """`I:FACTOR`: steps of replica I take FACTOR times as long. none = off."""
+    debug_poison_replica: str | None = None
+    """`I:STEP:KIND` or `I:FIRST-LAST:KIND`: spoils replica I in these steps; KIND is `nan`, `inf`,
+    `scale` (its pseudo gradient times 1000) or `tokens` (random training tokens). none = off."""
 
 
 def flag_name(field: str) -> str:

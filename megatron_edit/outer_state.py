@@ -36,14 +36,12 @@ class Flight:
     Attributes:
         payload: ``[numel]`` fp32; holds the sum once ``pending`` has been waited for.
         pending: The collective.
-        decision: Its verdict and weight.
         departure: ``[numel]`` fp32 copy of the parameters at the launch, if local progress made
             since then is to be kept.
     """
 
     payload: torch.Tensor
     pending: Pending
-    decision: Decision
     departure: torch.Tensor | None
 
 
@@ -119,7 +117,7 @@ class OuterState:
             pending = self.compressor.all_reduce(
                 payload, decision.accepted, decision.any_accepted, phase
             )
-        return Flight(payload, pending, decision, departure)
+        return Flight(payload, pending, departure)
 
     def average(self, flight: Flight) -> torch.Tensor:
         """The averaged pseudo gradient of a flight that has been waited for, ``[numel]`` fp32.
@@ -133,8 +131,12 @@ class OuterState:
             payload.sub_(momentum, alpha=self._config.outer_lr)
         return payload.div_(self._config.staleness_gap_penalty)
 
-    def land(self, flight: Flight) -> torch.Tensor:
+    def land(self, flight: Flight, decision: Decision) -> torch.Tensor:
         """Outer step with the flight's payload as the gradient; the parameters follow the anchor.
+
+        Args:
+            flight: From :meth:`launch`, waited for.
+            decision: What it was launched with.
 
         Returns:
             Squares of the counted elements of anchor and momentum, ``[2]``, for the log.
@@ -147,25 +149,27 @@ class OuterState:
             self._config.outer_lr,
             self._config.outer_momentum,
             self._config.outer_nesterov,
-            flight.decision.any_accepted,
+            decision.any_accepted,
             momentum_clip=self._config.outer_momentum_clip,
         )
-        self._follow(anchor, flight)
+        self._follow(anchor, flight.departure, decision.accepted)
         self._leave()
         squares = [self.squared_norm(buffer) for buffer in (anchor, momentum) if buffer is not None]
         return torch.stack(
             squares if len(squares) == 2 else [*squares, torch.zeros_like(squares[0])]
         )
 
-    def _follow(self, anchor: torch.Tensor, flight: Flight) -> None:
-        if flight.departure is None:
+    def _follow(
+        self, anchor: torch.Tensor, departure: torch.Tensor | None, accepted: torch.Tensor
+    ) -> None:
+        """Moves the parameters to the anchor, plus what was learned since the departure."""
+        if departure is None:
             self.unit.copy_from(anchor)
             return
-        progress = flight.departure
-        torch._foreach_sub_(self.unit.views(progress), self.unit.locals)
+        torch._foreach_sub_(self.unit.views(departure), self.unit.locals)
         # An excluded replica's progress starts from parameters that nobody wants back.
-        progress.masked_fill_(~flight.decision.accepted, 0.0)
-        self.unit.copy_from(anchor - progress)
+        departure.masked_fill_(~accepted, 0.0)
+        self.unit.copy_from(anchor - departure)
 
     def _difference(self, anchor: torch.Tensor) -> torch.Tensor:
         delta = anchor.clone()

@@ -47,8 +47,7 @@ class Round:
         number: Counted from 0.
         lands_at: Step in whose first forward the units land.
         keeps_progress: Whether local progress between departure and landing is kept.
-        decisions: By unit index.
-        record: Its numbers.
+        record: Its numbers, verdicts and weights among them.
         flights: Units under way, by unit index.
         departed: How many units have departed, in the order that all replicas share.
     """
@@ -56,10 +55,15 @@ class Round:
     number: int
     lands_at: int
     keeps_progress: bool
-    decisions: list[Decision]
     record: OpenRecord
     flights: dict[int, Flight] = field(default_factory=dict)
     departed: int = 0
+
+    def decision(self, replica: int, unit: int) -> Decision:
+        """What was decided for one replica's part of a unit."""
+        _, weights, accepted, *_ = self.record.decision
+        taking_part = accepted[:, unit] > 0
+        return Decision(weights[replica, unit], taking_part[replica], taking_part.any())
 
 
 class SyncEngine:
@@ -241,14 +245,10 @@ class SyncEngine:
         accepted, self.detector = penalty.verdicts(norms, steps, self.detector, self.config)
         weights = penalty.weights(norms, accepted, steps, samples, self.config)
         record.decided(norms, weights, accepted, counts, self.detector)
-        own = self.mesh.replica
-        some = accepted.any(dim=0)
-        columns = zip(weights[own].unbind(), accepted[own].unbind(), some.unbind(), strict=True)
         opened = Round(
             number=self.round,
             lands_at=self.step + delay,
             keeps_progress=delay > 0 and not self.config.delay_round,
-            decisions=[Decision(*column) for column in columns],
             record=record,
         )
         self.round += 1
@@ -278,9 +278,8 @@ class SyncEngine:
             state = self.outer[round_.departed]
             index = state.unit.index
             phase = f"synchronising {state.unit.name} in round {round_.number}"
-            round_.flights[index] = state.launch(
-                round_.decisions[index], round_.keeps_progress, phase
-            )
+            decision = round_.decision(self.mesh.replica, index)
+            round_.flights[index] = state.launch(decision, round_.keeps_progress, phase)
             round_.record.bytes += state.payload_bytes
             round_.departed += 1
             # Below 2^24: it travels to the other replicas as a float.
@@ -345,7 +344,8 @@ class SyncEngine:
             group = self.mesh.worker_group if unit.spans_stages else self.mesh.stage_group
             norm = self._sum_in_order(square, group).sqrt()
             delta.mul_(penalty.clip_coefficient(norm, self.config.clip))
-        round_.record.applied(unit.index, square, state.land(flight))
+        decision = round_.decision(self.mesh.replica, unit.index)
+        round_.record.applied(unit.index, square, state.land(flight, decision))
         del self._to_land[unit.index]
         self._depart_until(round_, position + self.config.sync_prefetch)
 

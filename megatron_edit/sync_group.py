@@ -57,6 +57,9 @@ class SyncGroup:
         channels: Process groups of these ranks, by replica; None when there is one replica.
         ranks: Their global ranks, for messages.
         replica: Index of this rank's replica.
+
+    Attributes:
+        sent_bytes: What this rank has sent to other replicas so far, as a ring sends it.
     """
 
     def __init__(self, channels: SyncChannels | None, ranks: list[int], replica: int) -> None:
@@ -64,6 +67,7 @@ class SyncGroup:
         self.ranks = ranks
         self.size = len(ranks)
         self.rank = replica
+        self.sent_bytes = 0.0
         self.on_collective: Observer | None = None
 
     def all_reduce(self, flat: torch.Tensor, phase: str) -> Pending:
@@ -76,6 +80,7 @@ class SyncGroup:
         """
         if self._channels is None:
             return DONE
+        self.sent_bytes += flat.nbytes * 2 * (self.size - 1) / self.size
         started_s = time.perf_counter()
         with self._named(phase):
             work = dist.all_reduce(flat, group=self._channels.payload, async_op=True)
@@ -94,6 +99,7 @@ class SyncGroup:
         if self._channels is None:
             return flat.unsqueeze(0)
         received = torch.empty_like(flat)
+        self.sent_bytes += flat.nbytes * (self.size - 1) / self.size
         started_s = time.perf_counter()
         with self._named(phase):
             dist.all_to_all_single(received, flat, group=self._channels.payload)
@@ -134,6 +140,7 @@ class SyncGroup:
 
     def _gather(self, values: torch.Tensor, group: dist.ProcessGroup, phase: str) -> torch.Tensor:
         gathered = values.new_empty(self.size * values.numel())
+        self.sent_bytes += values.nbytes * (self.size - 1)
         started_s = time.perf_counter()
         with self._named(phase):
             dist.all_gather_into_tensor(gathered, values.contiguous(), group=group)

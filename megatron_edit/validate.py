@@ -14,6 +14,7 @@ import torch
 
 from megatron_edit.errors import ConfigurationError
 from megatron_edit.flags import FLAG_NAMES
+from megatron_edit.injection import parse_poison, parse_slow
 
 REQUIRED = [
     "num_layers",
@@ -35,6 +36,7 @@ def check_settings(args: argparse.Namespace) -> None:
         check_recompute,
         check_training,
         check_edit,
+        check_injection,
         check_backend,
         check_data,
         check_checkpoint,
@@ -289,6 +291,12 @@ def _check_tokenizer(args: argparse.Namespace) -> None:
         raise ConfigurationError("--tokenizer-type NullTokenizer needs --vocab-size")
     if args.tokenizer_type == "HuggingFaceTokenizer" and args.tokenizer_model is None:
         raise ConfigurationError("--tokenizer-type HuggingFaceTokenizer needs --tokenizer-model")
+
+
+def check_injection(args: argparse.Namespace) -> None:
+    """Refuses faults to inject that cannot be, or that nobody asked for."""
+    parse_slow(args.edit)
+    parse_poison(args.edit)
 
 
 def check_backend(args: argparse.Namespace) -> None:

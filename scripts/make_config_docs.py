@@ -10,18 +10,17 @@ written, and the exit code is 1 if a file would change.
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron_edit.config import EditConfig, allowed_values, flag_name, show
 from megatron_edit.flags import ATORCH_ALIASES
 from megatron_edit.methods import PRESETS
 
+ROOT = Path(__file__).resolve().parent.parent
 FILES = ("README.md", "docs/configuration.md")
 
 
@@ -86,9 +85,10 @@ TABLES = {"methods": methods_table, "fields": fields_table, "aliases": aliases_t
 def filled(text: str) -> str:
     """A document with its tables written anew."""
     for name, make in TABLES.items():
-        pattern = re.compile(f"(<!-- {name} -->\n).*?(<!-- end {name} -->)", re.DOTALL)
-        content = make() + "\n"
-        text = pattern.sub(lambda found, new=content: found[1] + new + found[2], text)
+        begin, end = f"<!-- {name} -->\n", f"<!-- end {name} -->"
+        if begin in text:
+            before, rest = text.split(begin)
+            text = before + begin + make() + "\n" + end + rest.split(end)[1]
     return text
 
 

@@ -63,7 +63,12 @@ def _sum_rounds(compression: str, numel: int, rounds: int) -> dict[str, Any]:
         compressor.all_reduce(payload, yes, yes, "test").wait()
         sums.append(payload.numpy().copy())
         exact.append(sum(payload_of(rank, numel, round_) for rank in range(world)).numpy())
-    return {"sums": sums, "exact": exact, "sent": sum(sent) / rounds, "said": compressor.payload_bytes}
+    return {
+        "sums": sums,
+        "exact": exact,
+        "sent": sum(sent) / rounds,
+        "said": compressor.payload_bytes,
+    }
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
@@ -109,9 +114,7 @@ def _excluded() -> dict[str, Any]:
     kept = compressor.error.clone(), compressor.sum_error.clone()
     nothing = torch.zeros(numel)
     compressor.all_reduce(nothing, no, no, "test").wait()
-    all_kept = torch.equal(compressor.error, kept[0]) and torch.equal(
-        compressor.sum_error, kept[1]
-    )
+    all_kept = torch.equal(compressor.error, kept[0]) and torch.equal(compressor.sum_error, kept[1])
     sent = payload_of(0, numel, 1)
     steps_off = (second - sent).abs().max() / (sent.abs().max() / 127)
     return {"own_kept": own_kept, "all_kept": all_kept, "steps_off": steps_off.item()}

@@ -90,43 +90,43 @@ def save_on_rank(args: Namespace, has_anchor: bool) -> None:
 def test_parameters_come_back_whole(layout: str, has_anchor: bool, tmp_path: Path) -> None:
     args = arguments(LAYOUTS[layout], str(tmp_path))
     run_ranks(save_on_rank, 4, args, has_anchor)
-    folder = consolidate.find_checkpoint(tmp_path)
+    run_ranks(check_whole_parameters, 1, tmp_path)
+
+
+def check_whole_parameters(root: Path) -> None:
+    folder = consolidate.find_checkpoint(root)
+    build_mesh(1)
+    model = build_model(consolidate.read_run(folder))[0]
     parameters = consolidate.whole_parameters(folder)
-    run = consolidate.read_run(folder)
-    with consolidate.one_rank_mesh():
-        expected = {name: p.shape for name, p in build_model(run)[0].named_parameters()}
-    assert parameters.keys() == expected.keys()
-    for name, tensor in parameters.items():
-        assert torch.equal(tensor, whole(name, tuple(expected[name]))), name
+    assert parameters.keys() == dict(model.named_parameters()).keys()
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameters[name], whole(name, tuple(parameter.shape))), name
 
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_transformers_gives_the_same_logits(tied: bool, tmp_path: Path) -> None:
-    from transformers import LlamaForCausalLM
-
     layout = LAYOUTS["TP2 PP2, tied"] + ("" if tied else f" {UNTIED}")
     run_ranks(save_on_rank, 4, arguments(layout, str(tmp_path / "checkpoint")), False)
-    output = tmp_path / "llama"
+    run_ranks(check_logits, 1, tmp_path)
+
+
+def check_logits(place: Path) -> None:
+    from transformers import LlamaForCausalLM
+
+    root, output = place / "checkpoint", place / "llama"
     export_hf.export(
-        Namespace(
-            load=tmp_path / "checkpoint", iteration=None, output=output, dtype="float32",
-            tokenizer_model=None,
-        )
-    )  # fmt: skip
+        Namespace(load=root, iteration=None, output=output, dtype="float32", tokenizer_model=None)
+    )
     assert list(output.glob("*.safetensors"))
     tokens = torch.randint(128, (2, 32), generator=torch.Generator().manual_seed(0))
-    theirs = LlamaForCausalLM.from_pretrained(output)(tokens).logits
-    ours = whole_model_logits(tmp_path / "checkpoint", tokens)
+    with torch.no_grad():
+        theirs = LlamaForCausalLM.from_pretrained(output)(tokens).logits
+        build_mesh(1)
+        folder = consolidate.find_checkpoint(root)
+        model = consolidate.load_whole_model(folder, consolidate.read_run(folder))
+        ours = model(tokens, torch.arange(32).expand(2, -1), None)
     assert theirs.std() > 0.1
     torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
-
-
-def whole_model_logits(root: Path, tokens: torch.Tensor) -> torch.Tensor:
-    folder = consolidate.find_checkpoint(root)
-    with consolidate.one_rank_mesh(), torch.no_grad():
-        model = consolidate.load_whole_model(folder, consolidate.read_run(folder))
-        positions = torch.arange(tokens.shape[1]).expand(len(tokens), -1)
-        return model(tokens, positions, None)
 
 
 def test_a_model_that_is_no_llama_is_not_exported() -> None:
@@ -162,4 +162,3 @@ def test_the_newest_checkpoint_is_found(tmp_path: Path) -> None:
     (tmp_path / checkpoint.TRACKER).write_text("20")
     assert consolidate.find_checkpoint(tmp_path).name == "iter_0000020"
     assert consolidate.find_checkpoint(tmp_path, 10).name == "iter_0000010"
-
