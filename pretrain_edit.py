@@ -79,7 +79,7 @@ def pretrain(args: Namespace) -> int:
         if stop is None:
             stop = finish(args, trainer, monitor, saver)
         else:
-            monitor.stopped(trainer.engine.step, stop)
+            monitor.stopped(trainer.iteration, stop)
             if stop.save:
                 save(args, trainer, monitor, saver)
     return 1 if stop is not None and stop.failed else 0
@@ -126,24 +126,27 @@ def train(
     """The loop. Returns why it ended early, or None."""
     engine = trainer.engine
     trainer.start()
-    while engine.step < args.train_iters:
-        if (stop := conditions.check(engine.step)) is not None:
+    while not trainer.finished:
+        if (stop := conditions.check(trainer)) is not None:
             return stop
         # Warm-up: gradients averaged over all replicas. Then tau steps apart, and every tau steps
         # the units synchronise one by one inside the forward of the next.
         trainer.step()
         if (stop := report(args, trainer, monitor)) is not None:
             return stop
-        step = engine.step
-        if step % args.log_interval == 0:
+        if not engine.together:
+            # Replicas that run by the clock log, evaluate, save and stop only where they meet.
+            continue
+        step = trainer.iteration
+        if trainer.passed(args.log_interval):
             figures = trainer.interval()
             monitor.interval(figures)
             if (stop := nan_limit(figures, args.max_nan_iterations)) is not None:
                 return stop
-        if args.eval_iters and step % args.eval_interval == 0:
+        if args.eval_iters and trainer.passed(args.eval_interval):
             monitor.validation(step, trainer.evaluate(trainer.valid_data))
         # The last step is saved by finish(), with the replicas consolidated.
-        if args.save_interval and step % args.save_interval == 0 and step < args.train_iters:
+        if args.save_interval and trainer.passed(args.save_interval) and not trainer.finished:
             save(args, trainer, monitor, saver)
     return None
 
@@ -160,7 +163,7 @@ def finish(args: Namespace, trainer: Trainer, monitor: Monitor, saver: Saver) ->
     from megatron_edit import ds_compat
 
     trainer.synchronize()
-    step, stop = trainer.engine.step, report(args, trainer, monitor)
+    step, stop = trainer.iteration, report(args, trainer, monitor)
     if stop is not None:
         monitor.stopped(step, stop)
     if args.eval_iters:
@@ -169,6 +172,8 @@ def finish(args: Namespace, trainer: Trainer, monitor: Monitor, saver: Saver) ->
             losses = trainer.evaluate(trainer.test_data)
             monitor.validation(step, losses, "on test set", chart=False)
     save(args, trainer, monitor, saver)
+    sent_mb = trainer.mesh.sync.sent_bytes / 1e6
+    monitor.say(f"sent to other replicas by rank 0: {sent_mb:.1f} MB")
     if trainer.mesh.sync.on_collective is not None:
         ds_compat.print_comms_summary()
     return stop

@@ -26,6 +26,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from megatron.core import tensor_parallel
 
+from megatron_edit import in_flight
 from megatron_edit.arguments import as_dict
 from megatron_edit.errors import ConfigurationError
 from megatron_edit.mesh import Mesh
@@ -105,7 +106,7 @@ def _check_phase(args: Namespace, state: dict[str, Any]) -> None:
     if (
         state["has_anchor"]
         and not consolidates
-        and build_trigger(args.edit).synchronous(state["step"])
+        and build_trigger(args.edit).synchronous(min(state["replica_steps"]))
     ):
         raise ConfigurationError(
             f"edit.warmup_steps {args.edit.warmup_steps} (method {args.edit.method}): the "
@@ -159,7 +160,7 @@ class Saver:
             The folder of the checkpoint, or None where it has been written before.
         """
         engine = self._optimizer.engine
-        state = (engine.step, engine.round)
+        state = (_iteration(self._args, engine), engine.round)
         if state == self._saved:
             return None
         self._saved = state
@@ -173,14 +174,16 @@ def save(args: Namespace, mesh: Mesh, optimizer: EDiTDistributedOptimizer, data:
         The folder of the checkpoint.
     """
     engine = optimizer.engine
-    final = checkpoint_folder(args.save, engine.step)
+    iteration = _iteration(args, engine)
+    final = checkpoint_folder(args.save, iteration)
     aside = final.with_name(final.name + ".tmp")
     if args.rank == 0:
         for left_over in Path(args.save).glob("iter_*.tmp"):
             shutil.rmtree(left_over)
         aside.mkdir(parents=True)
     dist.barrier()
-    tensors = _replica_tensors(optimizer, mesh) | _rng_tensors(args.rank)
+    tensors = _replica_tensors(optimizer, mesh) | _rank_tensors(engine, args.rank)
+    tensors |= _rng_tensors(args.rank)
     if mesh.replica == 0:
         tensors |= _shared_tensors(optimizer, mesh)
     dcp.save(tensors, checkpoint_id=aside)
@@ -189,7 +192,7 @@ def save(args: Namespace, mesh: Mesh, optimizer: EDiTDistributedOptimizer, data:
         _write(aside / "state.json", _as_json(_state(args, engine, data)))
         _put_in_place(aside, final)
         beside = Path(args.save) / (TRACKER + ".tmp")
-        _write(beside, str(engine.step))
+        _write(beside, str(iteration))
         os.replace(beside, beside.with_suffix(""))
     dist.barrier()
     return final
@@ -223,16 +226,19 @@ def load(
         source = "anchor" if state["has_anchor"] else f"replica{mesh.replica}.model"
         _load_into(folder, _named(source, optimizer.named_parameters(), mesh))
     else:
+        engine.step = state["replica_steps"][mesh.replica]
         if state["has_anchor"]:
-            engine.create_anchor()
+            engine.create_anchor(verify=False)
+        in_flight.restore_rounds(engine, state["in_flight"])
         shared = _shared_tensors(optimizer, mesh)
         if not state["has_momentum"]:
             # It was off in the run before, and starts from zero.
             shared = {k: v for k, v in shared.items() if not k.startswith("outer_momentum.")}
-        _load_into(folder, _replica_tensors(optimizer, mesh) | shared)
+        own = _replica_tensors(optimizer, mesh) | _rank_tensors(engine, args.rank)
+        _load_into(folder, own | shared)
         engine.steps_in_round = state["steps_in_round"]
     if not args.finetune:
-        engine.step = state["step"]
+        engine.step = state["replica_steps"][mesh.replica]
         engine.round = state["round"]
         if not args.no_load_rng:
             rng = _rng_tensors(args.rank)
@@ -243,17 +249,24 @@ def load(
 def _state(args: Namespace, engine: SyncEngine, data: str) -> dict[str, Any]:
     return {
         "format": FORMAT,
-        "step": engine.step,
+        "step": _iteration(args, engine),
+        "replica_steps": engine.replica_steps,
         "round": engine.round,
         "steps_in_round": engine.steps_in_round,
         "has_anchor": bool(engine.outer),
+        "in_flight": in_flight.describe_rounds(engine),
         "has_momentum": any(state.momentum is not None for state in engine.outer),
         "global_batch_size": args.global_batch_size,
-        "consumed_samples": engine.step * args.global_batch_size,
+        "consumed_samples": engine.consumed_samples,
         "model": {name: getattr(args, name) for name in SHAPE},
         "layout": {name: getattr(args, name) for name in LAYOUT},
         "data": data,
     }
+
+
+def _iteration(args: Namespace, engine: SyncEngine) -> int:
+    """Global batches trained on; checkpoints are written where all replicas know it."""
+    return engine.consumed_samples // args.global_batch_size
 
 
 def _as_json(content: dict[str, Any]) -> str:
@@ -279,11 +292,19 @@ def _replica_tensors(optimizer: EDiTDistributedOptimizer, mesh: Mesh) -> dict[st
     prefix = f"replica{mesh.replica}"
     counters = {f"{prefix}.skipped_steps": optimizer.skipped_steps}
     model = _named(f"{prefix}.model", optimizer.named_parameters(), mesh)
-    return model | _named(f"{prefix}.optimizer", optimizer.named_moments(), mesh) | counters
+    moments = _named(f"{prefix}.optimizer", optimizer.named_moments(), mesh)
+    departures = _named(prefix, in_flight.replica_tensors(optimizer.engine), mesh)
+    return model | moments | departures | counters
+
+
+def _rank_tensors(engine: SyncEngine, rank: int) -> dict[str, torch.Tensor]:
+    """What each rank's compression owes."""
+    errors = in_flight.rank_tensors(engine)
+    return {f"compression.rank{rank}.{name}": tensor for name, tensor in errors.items()}
 
 
 def _shared_tensors(optimizer: EDiTDistributedOptimizer, mesh: Mesh) -> dict[str, torch.Tensor]:
-    """What all replicas agree on: anchor, outer momentum, detector."""
+    """What all replicas agree on: anchor, outer momentum, detector, what is under way."""
     engine = optimizer.engine
     anchors: dict[str, torch.Tensor] = {}
     momenta: dict[str, torch.Tensor] = {}
@@ -295,7 +316,9 @@ def _shared_tensors(optimizer: EDiTDistributedOptimizer, mesh: Mesh) -> dict[str
             for (name, parameter), view in zip(state.unit.parameters.items(), views, strict=True):
                 named[name] = like_parameter(view, parameter)
     detector = {f"detector.{k}": v for k, v in engine.detector.state_dict().items()}
-    return _named("anchor", anchors, mesh) | _named("outer_momentum", momenta, mesh) | detector
+    under_way = _named("shared", in_flight.shared_tensors(engine), mesh)
+    outer = _named("anchor", anchors, mesh) | _named("outer_momentum", momenta, mesh)
+    return outer | detector | under_way
 
 
 def _load_into(folder: Path, tensors: dict[str, torch.Tensor]) -> None:

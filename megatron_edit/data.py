@@ -274,7 +274,11 @@ def data_identity(args: Namespace) -> str:
 
 
 def _train_samples(args: Namespace) -> int:
-    return getattr(args, "train_samples", None) or args.train_iters * args.global_batch_size
+    samples = getattr(args, "train_samples", None) or args.train_iters * args.global_batch_size
+    # By the clock one replica may do nearly all steps of a run, each with its own part of the
+    # samples of a step.
+    by_clock = args.edit.sync_trigger == "time"
+    return samples * (args.replicas if by_clock else 1)
 
 
 def _wanted_splits(args: Namespace, sources: Sources, opened: dict[str, Any]) -> list[int]:

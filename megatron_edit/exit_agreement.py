@@ -64,6 +64,21 @@ class ExitAgreement:
         stops = self._last_step is not None and step > self._last_step
         return self._reason if stops else None
 
+    def wish(self, wish: str | None) -> str | None:
+        """Registers and hears of wishes alone, for replicas that stop where they next meet.
+
+        Args:
+            wish: Why this rank would like all ranks to stop, or None.
+
+        Returns:
+            The first wish of any rank, or None.
+        """
+        if wish is not None and self._store.add("wishes", 1) == 1:
+            self._store.set("decision", json.dumps([0, wish]))
+        if not self._reason and self._store.check(["wishes"]):
+            self._read()
+        return self._reason or None
+
     def _write(self, step: int) -> None:
         self._store.set(f"step/{self._rank}", str(step))
 

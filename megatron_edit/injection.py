@@ -9,7 +9,6 @@ import re
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-
 from typing import TYPE_CHECKING
 
 import torch
@@ -91,7 +90,7 @@ def _wanted(config: EditConfig, field: str) -> str | None:
     text: str | None = getattr(config, field)
     if text is not None and not config.debug:
         raise ConfigurationError(
-            f"edit.{field} {text} spoils a run on purpose; give --edit-debug as well or leave it out"
+            f"edit.{field} {text} spoils a run on purpose; give --edit-debug too, or leave it out"
         )
     return text
 

@@ -32,8 +32,9 @@ class Meetings:
         self.wants_stop = False
 
     def begin(self, step: int) -> None:
-        """Begins the first round: the replicas have just left the synchronous phase together."""
-        self.steps = [step] * self._mesh.replicas
+        """Begins the first round of a run: all replicas leave the synchronous phase, or resume."""
+        gathered = self._mesh.sync.all_gather_on_host([float(step)], "beginning the first round")
+        self.steps = [int(row[0]) for row in gathered]
         self._trigger.restart()
 
     def due(self, step: int) -> bool:

@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING
 from megatron_edit.exit_agreement import ExitAgreement
 
 if TYPE_CHECKING:
+    from megatron_edit.meeting import Meetings
     from megatron_edit.monitor import Interval
     from megatron_edit.sync_record import SyncRecord
+    from megatron_edit.training import Trainer
 
 
 @dataclass(frozen=True)
@@ -58,16 +60,28 @@ class StopConditions:
     def _on_signal(self, *_: object) -> None:
         self._signalled = True
 
-    def check(self, step: int) -> Stop | None:
+    def check(self, trainer: Trainer) -> Stop | None:
         """Why the run stops now, at the top of a step; None to go on."""
-        interval = self._args.exit_interval
+        interval, engine = self._args.exit_interval, trainer.engine
         # A run that resumes where the last one stopped has to get on.
-        if interval and step > self._first_step and step % interval == 0:
+        gets_on = engine.together and trainer.iteration > self._first_step
+        if interval and gets_on and trainer.passed(interval):
             return Stop(f"--exit-interval {interval}")
         if self._agreement is None:
             return None
-        reason = self._agreement.reason_to_stop(step, self._wish())
+        if engine.meetings is None or engine.synchronous:
+            reason = self._agreement.reason_to_stop(engine.step, self._wish())
+        else:
+            reason = self._reason_at_meeting(engine.meetings, engine.together, self._agreement)
         return None if reason is None else Stop(reason)
+
+    def _reason_at_meeting(
+        self, meetings: Meetings, together: bool, agreement: ExitAgreement
+    ) -> str | None:
+        """Replicas that run by the clock are called to a meeting and stop after it."""
+        wish = agreement.wish(self._wish())
+        meetings.wants_stop = wish is not None
+        return wish if together and meetings.stop else None
 
     def _wish(self) -> str | None:
         if self._signalled:

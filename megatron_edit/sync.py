@@ -100,6 +100,8 @@ class SyncEngine:
         self.detector = penalty.DetectorState.zeros(
             mesh.replicas, len(self.unit_names), self.device
         )
+        # Whether all replicas are known to be as far as one another in this step.
+        self.together = True
         self.meetings: Meetings | None = None
         if isinstance(self.trigger, TimeTrigger):
             self.meetings = Meetings(self.trigger, mesh, config.min_round_steps)
@@ -121,12 +123,17 @@ class SyncEngine:
         return self.trigger.synchronous(self.step)
 
     @property
-    def consumed_samples(self) -> int:
-        """Samples of all replicas: known up to the last meeting, this replica's own times R since
-        (Replicas that synchronise by steps are always as far as one another.)"""
+    def replica_steps(self) -> list[int]:
+        """Inner steps of each replica, as far as this one knows; exact where ``together``."""
         met = self.meetings.steps if self.meetings is not None else [0] * self.mesh.replicas
         since = self.step - met[self.mesh.replica]
-        return self.samples_per_step * (sum(met) + self.mesh.replicas * since)
+        return [steps + since for steps in met]
+
+    @property
+    def consumed_samples(self) -> int:
+        """Samples of all replicas: known up to the last meeting, this replica's own times R since.
+        Where the replicas are ``together`` it is the same number on all of them."""
+        return self.samples_per_step * sum(self.replica_steps)
 
     @torch.no_grad()
     def begin_step(self) -> None:
@@ -192,13 +199,17 @@ class SyncEngine:
             self._release()
 
     @torch.no_grad()
-    def create_anchor(self) -> None:
+    def create_anchor(self, verify: bool = True) -> None:
         """Takes the parameters as the anchor; all replicas must agree on them bit for bit.
+
+        Args:
+            verify: False for an anchor that is about to be loaded from a checkpoint.
 
         Raises:
             RuntimeError: The replicas hold different parameters.
         """
-        self.check_replicas_agree()
+        if verify:
+            self.check_replicas_agree()
         # A unit with parts on two stages comes first: its holders meet before the first forward.
         ordered = sorted(self.units, key=lambda unit: not unit.spans_stages)
         self.outer = [
@@ -227,7 +238,9 @@ class SyncEngine:
     def _due(self) -> bool:
         if self.meetings is None:
             return self.trigger.due(self.step)
-        return not self.synchronous and self.meetings.due(self.step)
+        due = not self.synchronous and self.meetings.due(self.step)
+        self.together = self.synchronous or due
+        return due
 
     def _delay(self) -> int:
         return self.config.sync_interval if self.config.delay_round else self.config.delay_steps

@@ -20,6 +20,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron_edit import cpu
 from megatron_edit.data import train_iterator, validation_iterator, validation_order
 from megatron_edit.data_parallel import EDiTDataParallel
+from megatron_edit.injection import Injection
 from megatron_edit.mesh import Mesh
 from megatron_edit.model import flops_per_token
 from megatron_edit.monitor import Interval
@@ -125,6 +126,8 @@ class Trainer:
         datasets: Train, validation and test dataset; the last two may be None.
 
     Attributes:
+        iteration: Global batches that all replicas together have trained on, as of the last step
+            in which they knew of one another. Without the time trigger that is every step.
         phase: What this rank is doing, for the message when it fails.
     """
 
@@ -140,6 +143,8 @@ class Trainer:
         self.engine = optimizer.engine
         self.scheduler = build_scheduler(args, optimizer)
         self.train_data, self.valid_data, self.test_data = datasets
+        self.injection = Injection(args.edit, mesh)
+        self.iteration = self._before = self._iteration()
         self.phase = "start"
         self._learning_rate = 0.0
         self._grad_norm = torch.zeros((), device=self.engine.device)
@@ -147,33 +152,52 @@ class Trainer:
 
     def start(self) -> None:
         """Takes up data and learning rate at the engine's step."""
-        self.scheduler.step(self.engine.step * self.args.global_batch_size)
+        self.scheduler.step(self.engine.consumed_samples)
+        self.iteration = self._iteration()
         self._batches = [
-            train_iterator(
-                self.train_data,
-                self.args,
-                self.mesh.replica,
-                self.mesh.shard_rank,
-                self.engine.step,
-            )
-            if self._reads_data(chunk)
-            else None
-            for chunk in self.chunks
+            self._train_batches() if self._reads_data(chunk) else None for chunk in self.chunks
         ]
         self._totals = self._new_totals(self._totals.nans_in_row)
+
+    def _train_batches(self) -> Batches:
+        batches = train_iterator(
+            self.train_data,
+            self.args,
+            self.mesh.replica,
+            self.mesh.shard_rank,
+            self.engine.step,
+        )
+        return self.injection.spoil(batches, self.engine, self.args.padded_vocab_size)
 
     def step(self) -> None:
         """One inner step of this replica; it may begin with a synchronisation."""
         self.phase = "forward and backward"
+        self.injection.before_step(self.engine)
         self.optimizer.zero_grad()
+        started_s = time.perf_counter()
         for chunk in self.chunks:
             chunk.train()
         losses = self._forward_backward(self._batches, self.args.num_microbatches)
         self.phase = "optimizer step"
         self._learning_rate = self.optimizer.param_groups[0]["lr"]
         _, self._grad_norm, _ = self.optimizer.step()
-        self.scheduler.step(self.args.global_batch_size)
+        self.scheduler.step(self.engine.consumed_samples - self.scheduler.num_steps)
         self._totals.add(_mean(losses, self.engine.device), self._grad_norm)
+        self.injection.after_step(time.perf_counter() - started_s)
+        if self.engine.together:
+            self._before, self.iteration = self.iteration, self._iteration()
+
+    def _iteration(self) -> int:
+        return self.engine.consumed_samples // self.args.global_batch_size
+
+    def passed(self, interval: int) -> bool:
+        """Whether the last step that all replicas know of passed a multiple of ``interval``."""
+        return self.iteration // interval > self._before // interval
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run has had its samples; all replicas find out in the same step."""
+        return self.engine.together and self.iteration >= self.args.train_iters
 
     def _forward_backward(
         self, batches: list[Batches | None], micro_batches: int, forward_only: bool = False
@@ -236,8 +260,8 @@ class Trainer:
         step_s = (time.perf_counter() - totals.started_s) / max(totals.steps, 1)
         tokens_per_rank = self.args.global_batch_size * self.args.seq_length / self.args.world_size
         result = Interval(
-            iteration=engine.step,
-            consumed_samples=engine.step * self.args.global_batch_size,
+            iteration=self.iteration,
+            consumed_samples=engine.consumed_samples,
             step_ms=1e3 * step_s,
             learning_rate=self._learning_rate,
             losses=losses.tolist(),

@@ -317,6 +317,11 @@ def check_backend(args: argparse.Namespace) -> None:
                 f"disable {section}",
                 per_host=True,
             )
+    if args.wandb_exp_name and not args.ds_config.get("wandb", {}).get("enabled"):
+        raise ConfigurationError(
+            f"--wandb-exp-name {args.wandb_exp_name}: nothing is sent to Weights & Biases; give "
+            "--wandb-project too, or leave it out"
+        )
 
 
 def available_transformer_impl() -> str:

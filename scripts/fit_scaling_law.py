@@ -14,20 +14,23 @@ A x^a M^b. Forms: power (A x^a), offset (A x^a + C), replicas (the joint law onl
 from __future__ import annotations
 
 import argparse
-import json
 import math
+import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+# A fit of five parameters is many tiny steps; threads of BLAS would only wait for one another.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from megatron_edit.errors import ConfigurationError, exit_on_configuration_error
 from megatron_edit.scaling.compare import Comparison, compare
 from megatron_edit.scaling.fit import FORMS, Fit, Prediction, choose_form, curvature_note, fit_runs
 from megatron_edit.scaling.forms import VARIABLES, Points, PowerForm, ReplicaForm
 from megatron_edit.scaling.hoffmann import HoffmannForm, Split, optimal_split
+from megatron_edit.scaling.json_text import json_text
 from megatron_edit.scaling.logs import read_logs
 from megatron_edit.scaling.runs import SYNC, Run, Table, groups, read_csv, write_csv
 from megatron_edit.scaling.tables import interval, number, percent, table
@@ -105,7 +108,7 @@ class Study:
         if args.form != "replicas":
             self._fit_groups(runs, args)
         self._fit_joint(runs, args)
-        if not self.fits and not self.joint:
+        if not self.fits and not any(name != SYNC for name in self.joint):
             raise ConfigurationError(
                 "--form replicas: no method has runs with two or more numbers of replicas"
             )
@@ -318,7 +321,7 @@ def main() -> None:
     if args.json is None or str(args.json) != "-":
         print(report(study, predicted, split, args.resamples))
     if args.json is not None:
-        text = json.dumps(as_json(study, predicted, split), indent=2)
+        text = json_text(as_json(study, predicted, split))
         if str(args.json) == "-":
             print(text)
         else:

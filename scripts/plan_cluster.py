@@ -32,6 +32,7 @@ from megatron_edit.scaling.cluster import Cluster, NetworkLink, read_cluster, va
 from megatron_edit.scaling.edge import EdgePlanner
 from megatron_edit.scaling.edge_report import EdgeReport
 from megatron_edit.scaling.forms import Law, PowerForm, ReplicaForm
+from megatron_edit.scaling.json_text import json_text
 from megatron_edit.scaling.penalty import LossPenalty
 from megatron_edit.scaling.planner import Planner
 from megatron_edit.scaling.site_report import SiteReport
@@ -194,7 +195,7 @@ def main() -> None:
         measure(args.measure)
         return
     report = report_of(args)
-    text = json.dumps(report.as_dict(), indent=2)
+    text = json_text(report.as_dict())
     if str(args.json) == "-":
         print(text)
     else:

@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
 # Trains a Llama-style model of one million parameters with EDiT on the text in data/: two replicas,
-# each on half of the ranks. A second start skips what is done, and resumes what was interrupted.
+# each sharded over half of the ranks. A second start skips what is done, and resumes a training that
+# was interrupted. Arguments go to pretrain_edit.py.
 #
-# With NVIDIA GPUs: 1, 2, 4 or 8 ranks, as many as there are GPUs for, in bf16. Without: 4 ranks on
-# the CPU, in fp32.
+# With NVIDIA GPUs: 1, 2, 4 or 8 ranks, as many as there are GPUs for (one GPU: one replica), in
+# bf16. Without: 4 ranks on the CPU, in fp32.
 #
-# GPUS         GPUs to use (default: all that nvidia-smi lists); with GPUs of which one is used
-#              there is one replica
-# TRAIN_ITERS  steps (default 360, of which a third are warm-up)
+# GPUS         GPUs to use (default: all that nvidia-smi lists)
+# CONFIG       DeepSpeed JSON (default ds_configs/edit_tiny_cpu.json, or edit_tiny_gpu.json)
+# TRAIN_ITERS  steps (default 360); the first third is warm-up
 # EVAL_ITERS   global batches of an evaluation (default 8)
 # NUM_TOKENS   tokens of the sampled text (default 100)
 # WORK_DIR     everything is written here (default runs/quickstart)
@@ -35,20 +36,13 @@ WORK_DIR=${WORK_DIR:-runs/quickstart}
 MASTER_PORT=${MASTER_PORT:-29500}
 DRY_RUN=${DRY_RUN:-0}
 
-TOKENIZER=$WORK_DIR/tokenizer
-DATA_PATH=$WORK_DIR/kjv_text_document
-RUN_DIR=$WORK_DIR/edit_${TRAIN_ITERS}_steps
-CHECKPOINT_PATH=$RUN_DIR/checkpoints
-TENSORBOARD_DIR=$RUN_DIR/tensorboard
-LOG=$RUN_DIR/train.log
-
 if ((GPUS > 0)); then
   RANKS=1
   while ((RANKS < 8 && 2 * RANKS <= GPUS)); do RANKS=$((2 * RANKS)); done
-  CONFIG=ds_configs/edit_tiny_gpu.json
+  CONFIG=${CONFIG:-ds_configs/edit_tiny_gpu.json}
 else
   RANKS=4
-  CONFIG=ds_configs/edit_tiny_cpu.json
+  CONFIG=${CONFIG:-ds_configs/edit_tiny_cpu.json}
   # Said beforehand, or every process warns that it found no accelerator.
   export DS_ACCELERATOR=cpu
   # The ranks share the cores.
@@ -56,16 +50,12 @@ else
 fi
 export HF_HUB_OFFLINE=1 PYTHONWARNINGS=ignore
 
-run() {
-  if [[ $DRY_RUN == 1 ]]; then
-    printf '%q ' "$@"
-    echo
-  else
-    "$@"
-  fi
-}
-
-say() { if [[ $DRY_RUN != 1 ]]; then printf '\n== %s\n' "$*"; fi; }
+TOKENIZER=$WORK_DIR/tokenizer
+DATA_PATH=$WORK_DIR/kjv_text_document
+RUN_DIR=$WORK_DIR/$(basename "$CONFIG" .json)_$TRAIN_ITERS
+CHECKPOINT_PATH=$RUN_DIR/checkpoints
+TENSORBOARD_DIR=$RUN_DIR/tensorboard
+LOG=$RUN_DIR/train.log
 
 MODEL_ARGS=(
   --num-layers 4
@@ -92,7 +82,7 @@ TRAINING_ARGS=(
   --lr 3e-3
   --min-lr 3e-4
   --lr-decay-style cosine
-  --lr-warmup-iters 20
+  --lr-warmup-fraction 0.05
   --weight-decay 0.1
   --adam-beta2 0.95
   --exit-signal-handler
@@ -111,6 +101,23 @@ LOGGING_ARGS=(
   --save-interval $((TRAIN_ITERS > 3 ? TRAIN_ITERS / 3 : 1))
   --tensorboard-dir "$TENSORBOARD_DIR"
 )
+
+run() {
+  if [[ $DRY_RUN == 1 ]]; then
+    printf '%q ' "$@"
+    echo
+  else
+    "$@"
+  fi
+}
+
+say() {
+  if [[ $DRY_RUN != 1 ]]; then
+    printf '\n== %s\n' "$*"
+  fi
+}
+
+steps_done() { cat "$CHECKPOINT_PATH/latest_checkpointed_iteration.txt" 2>/dev/null || echo 0; }
 
 if [[ $DRY_RUN != 1 ]]; then
   # shellcheck source=scripts/setup_env.sh
@@ -132,19 +139,29 @@ if [[ ! -f $DATA_PATH.idx ]]; then
     --tokenizer-type HuggingFaceTokenizer --tokenizer-model "$TOKENIZER" --append-eod
 fi
 
-steps_done=$(cat "$CHECKPOINT_PATH/latest_checkpointed_iteration.txt" 2>/dev/null || echo 0)
-if ((steps_done >= TRAIN_ITERS)); then
-  say "training: the $TRAIN_ITERS steps are done, their checkpoint is in $CHECKPOINT_PATH"
+first=$(steps_done)
+if ((first >= TRAIN_ITERS)); then
+  say "training: done before, $TRAIN_ITERS steps"
 else
-  say "training: $TRAIN_ITERS steps on $RANKS ranks, from step $steps_done"
-  if ((steps_done > 0)); then
+  say "training: $TRAIN_ITERS steps on $RANKS ranks, from step $first"
+  if ((first > 0)); then
     LOGGING_ARGS+=(--load "$CHECKPOINT_PATH")
   fi
-  run deepspeed --log_level error --num_accelerators "$RANKS" --master_port "$MASTER_PORT" \
-    pretrain_edit.py \
-    "${MODEL_ARGS[@]}" "${PARALLEL_ARGS[@]}" "${TRAINING_ARGS[@]}" "${DATA_ARGS[@]}" \
-    "${LOGGING_ARGS[@]}" --deepspeed --deepspeed_config "$CONFIG" 2>&1 |
-    if [[ $DRY_RUN == 1 ]]; then cat; else tee -a "$LOG"; fi
+  train() {
+    run deepspeed --log_level error --num_accelerators "$RANKS" --master_port "$MASTER_PORT" \
+      pretrain_edit.py \
+      "${MODEL_ARGS[@]}" "${PARALLEL_ARGS[@]}" "${TRAINING_ARGS[@]}" "${DATA_ARGS[@]}" \
+      "${LOGGING_ARGS[@]}" --deepspeed --deepspeed_config "$CONFIG" "$@"
+  }
+  if [[ $DRY_RUN == 1 ]]; then
+    train "$@"
+  else
+    train "$@" 2>&1 | tee -a "$LOG"
+    if (($(steps_done) < TRAIN_ITERS)); then
+      say "stopped at step $(steps_done); start again to resume"
+      exit 0
+    fi
+  fi
 fi
 
 say "text sampled from the model"
@@ -155,8 +172,8 @@ if [[ $DRY_RUN != 1 ]]; then
   perplexity=$(grep 'on validation set' "$LOG" | tail -1 | sed 's/.*PPL: \([^ ]*\).*/\1/')
   guessing=$(python scripts/unigram_perplexity.py --data-path "$DATA_PATH")
   say "results, after $((SECONDS - started)) s"
-  printf '%s %.1f (knowing only how frequent each token is: %.1f)\n' \
-    'validation perplexity' "$perplexity" "$guessing"
+  printf 'validation perplexity %.1f (from token frequencies alone: %.1f)\n' \
+    "$perplexity" "$guessing"
   cat <<END
 checkpoints   $CHECKPOINT_PATH
 log           $LOG

@@ -15,7 +15,6 @@ Where nothing is random the closed form of the planner is printed beside the res
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from megatron_edit.errors import ConfigurationError, exit_on_configuration_error
 from megatron_edit.scaling.closed_forms import all_reduce_bytes, bytes_per_second
 from megatron_edit.scaling.cluster import COMPRESSION_FACTORS, validated
+from megatron_edit.scaling.json_text import json_text
 from megatron_edit.scaling.scenario import KINDS, Outcome, Scenario
 from megatron_edit.scaling.simulate import simulate
 from megatron_edit.scaling.tables import number, percent, table
@@ -191,7 +191,7 @@ def main() -> None:
     outcome = simulate(scenario_of(args))
     shown = window(args.window, outcome)
     result = {"scenario": outcome.scenario.model_dump(), "outcome": outcome.summary()}
-    text = json.dumps(result, indent=2)
+    text = json_text(result)
     if str(args.json) == "-":
         print(text)
     else:

@@ -16,6 +16,8 @@ import torch.distributed as dist
 from megatron_edit import cpu
 
 _FORK = mp.get_context("fork")
+# Imports megatron-core here and not once more in every rank.
+cpu.install()
 
 
 def free_port() -> int:

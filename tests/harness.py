@@ -208,10 +208,11 @@ def start(
     """
     mesh = mesh or mesh_of(case)
     model = build_model(case.args())
-    for chunk in model if weights is not None else []:
-        for name, parameter in chunk.named_parameters():
-            whole = torch.from_numpy(weights[whole_name(global_name(chunk, name), case)])
-            parameter.data.copy_(own_part(name, whole, parameter, mesh))
+    if weights is not None:
+        for chunk in model:
+            for name, parameter in chunk.named_parameters():
+                whole = torch.from_numpy(weights[whole_name(global_name(chunk, name), case)])
+                parameter.data.copy_(own_part(name, whole, parameter, mesh))
     chunks, optimizer = get_edit_model_and_optimizer(
         model,
         OptimizerConfig(
@@ -264,8 +265,9 @@ def run_reference(
     ``prepare`` is called with every model before the first step.
     """
     models = whole_models(case, case.replicas)
-    for model in models if prepare is not None else []:
-        prepare(model)
+    if prepare is not None:
+        for model in models:
+            prepare(model)
     units: dict[str, list[str]] = {name: [] for name in unit_names(case.layers, case.tied)}
     for name, _ in models[0].named_parameters():
         units[_unit_of(name, case.tied)].append(name)
@@ -302,8 +304,9 @@ def run_engine(
 ) -> dict[str, Any]:
     """Trains a case on this rank; returns its losses and the distance from the final anchor."""
     training = start(case, weights)
-    for chunk in training.chunks if prepare is not None else []:
-        prepare(chunk.module)
+    if prepare is not None:
+        for chunk in training.chunks:
+            prepare(chunk.module)
     losses = [training.step() for _ in range(case.steps)]
     training.engine.synchronize()
     return {

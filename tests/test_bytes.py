@@ -63,10 +63,10 @@ def test_a_round_sends_one_shard_and_a_few_numbers(name: str) -> None:
         payload = 2 * (case.replicas - 1) / case.replicas * 4 * rank["shard"]
         scalars = (case.replicas - 1) * 4 * (rank["units"] + 3)
         for step, collectives in enumerate(rank["steps"]):
-            sent = sum(on_the_wire(*c, case.replicas) for c in collectives)
+            sent = sum(on_the_wire(kind, size, case.replicas) for kind, size in collectives)
             if step in SYNCHRONISING:
                 assert sent == pytest.approx(payload + scalars, rel=1e-2)
-                assert sorted(c[0] for c in collectives) == (
+                assert sorted(kind for kind, _ in collectives) == (
                     ["_allgather_base_"] + ["allreduce_"] * rank["own units"]
                 )
                 assert rank["said"][step] == pytest.approx(payload, rel=1e-6)

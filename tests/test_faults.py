@@ -59,7 +59,10 @@ def expected_anchor(training: Training, state: Any, good: list[int]) -> torch.Te
     anchor, momentum = state.anchor.double(), state.momentum.double()
     deltas = [anchor - replicas[replica] for replica in good]
     norms = torch.tensor([norm_of(training, unit, delta) for delta in deltas])
-    temperature = config.weight_temperature_relative * norms.double().quantile(0.5)
+    relative = config.weight_temperature_relative
+    assert relative is not None
+    assert config.clip is not None
+    temperature = relative * norms.double().quantile(0.5)
     weights = torch.softmax(-norms / temperature, dim=0)
     average = sum(w * delta for w, delta in zip(weights, deltas, strict=True))
     beta = min(1.0, config.clip / (norm_of(training, unit, average) + 1e-6))
@@ -80,7 +83,7 @@ def norm_of(training: Training, unit: Any, flat: torch.Tensor) -> float:
 
 
 def _one_bad_replica(
-    case: Case, kind: str, round_: int, bad_ranks: list[int], counted: bool, mesh: Any
+    case: Case, mesh: Any, kind: str, round_: int, bad_ranks: list[int], counted: bool
 ) -> dict[str, Any]:
     """Injects a fault on some ranks of the bad replica; trains on for one more round."""
     training = start(case, mesh=mesh)
@@ -128,8 +131,8 @@ def _one_bad_replica(
 def _faults(case: Case, scenarios: list[tuple[Any, ...]]) -> list[dict[str, Any]]:
     mesh = mesh_of(case)
     return [
-        _one_bad_replica(replace(case, edit={**case.edit, **edit}), *scenario, mesh)
-        for edit, *scenario in scenarios
+        _one_bad_replica(replace(case, edit={**case.edit, **scenario[0]}), mesh, *scenario[1:])
+        for scenario in scenarios
     ]
 
 

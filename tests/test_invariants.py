@@ -333,7 +333,7 @@ def read_everything(training: Training) -> None:
         chunk.state_dict()
 
 
-def _watched_and_not() -> list[tuple[Any, Any]]:
+def _watched_and_not() -> list[tuple[Any, ...]]:
     sharded = replace(SMALL, shard=2)
     mesh = mesh_of(sharded)
     cases = [
@@ -415,7 +415,7 @@ def _step_with_bad_gradient(case: Case, value: float) -> dict[str, Any]:
     """Step 0 (synchronous) and step 2 (local) with a bad gradient on one rank of replica 1."""
     training = start(case)
     size = case.world // case.replicas
-    result: dict[str, Any] = {"replica": training.mesh.replica}
+    result: dict[Any, Any] = {"replica": training.mesh.replica}
     for step in range(4):
         undo = None
         if step in (0, 2) and dist.get_rank() == size:

@@ -31,18 +31,21 @@ LAYOUTS = {
     "R1 S3": Case(replicas=1, shard=3),
 }
 
+SMALL = Case(layers=2)
 OPTIONS = {
-    "S2 recompute": Case(shard=2, recompute=True),
-    "S2 tied": Case(shard=2, tied=True),
-    "PP2 tied": Case(pp=2, tied=True),
-    "S2 optim_grads": Case(shard=2, keep_gathered=True),
-    "offload_outer_state": Case(edit={"offload_outer_state": True}),
-    "one micro-batch": Case(micro_batches=1),
-    "TP2 without SP": Case(tp=2, sequence_parallel=False),
-    "no clip": Case(edit={"clip": None}),
-    "PP2 tied, no clip": Case(pp=2, tied=True, edit={"clip": None}),
-    "weighting uniform": Case(edit={"weighting": "uniform", "weight_temperature_relative": None}),
-    "outer_momentum 0": Case(edit={"outer_momentum": 0.0}),
+    "S2 recompute": replace(SMALL, shard=2, recompute=True),
+    "S2 tied": replace(SMALL, shard=2, tied=True),
+    "PP2 tied": replace(SMALL, pp=2, tied=True),
+    "S2 optim_grads": replace(SMALL, shard=2, keep_gathered=True),
+    "offload_outer_state": replace(SMALL, edit={"offload_outer_state": True}),
+    "one micro-batch": replace(SMALL, micro_batches=1),
+    "TP2 without SP": replace(SMALL, tp=2, sequence_parallel=False),
+    "no clip": replace(SMALL, edit={"clip": None}),
+    "PP2 tied, no clip": replace(SMALL, pp=2, tied=True, edit={"clip": None}),
+    "weighting uniform": replace(
+        SMALL, edit={"weighting": "uniform", "weight_temperature_relative": None}
+    ),
+    "outer_momentum 0": replace(SMALL, edit={"outer_momentum": 0.0}),
 }
 
 _REFERENCES: dict[str, tuple[Any, ...]] = {}
@@ -50,11 +53,13 @@ _REFERENCES: dict[str, tuple[Any, ...]] = {}
 
 def reference_of(case: Case) -> tuple[Any, ...]:
     """Start weights, losses and final anchor; the reference knows no layout."""
-    layout = {"shard": 3 if case.shard == 3 else 1, "tp": 1, "pp": 1, "vpp": None}
     settings = {name: v for name, v in case.edit.items() if name != "offload_outer_state"}
     plain = replace(
         case,
-        **layout,
+        shard=3 if case.shard == 3 else 1,
+        tp=1,
+        pp=1,
+        vpp=None,
         recompute=False,
         keep_gathered=False,
         sequence_parallel=True,
@@ -85,4 +90,4 @@ def test_option_equals_reference(name: str) -> None:
 
 @pytest.mark.parametrize("shard", BF16_TOLERANCES)
 def test_bf16_is_close_to_reference_with_bf16_copies(shard: int) -> None:
-    compare(Case(shard=shard, bf16=True), *BF16_TOLERANCES[shard])
+    compare(replace(SMALL, shard=shard, bf16=True), *BF16_TOLERANCES[shard])

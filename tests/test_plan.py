@@ -1,6 +1,5 @@
 """Plans: closed forms, the published clock and bandwidths, clusters, devices, crossovers."""
 
-import itertools
 import math
 import subprocess
 import sys
@@ -189,14 +188,11 @@ def test_bandwidth_decides_whether_two_clusters_win() -> None:
     layout = found.several.setting.layout
     sync, h32 = Setting("sync", layout), Setting("edit", layout, 32)
     assert rates[sync] > 10 > rates[h32] > 1  # type: ignore[operator]
-    slow = Planner(
-        example(
-            "two_clusters_10gbps", sites__0__uplink={"gbps": 0.5}, sites__1__uplink={"gbps": 0.5}
-        )
-    )
-    lost = verdict(slow, slow.plans())
+    slow = {"sites__0__uplink": {"gbps": 0.5}, "sites__1__uplink": {"gbps": 0.5}}
+    planner = Planner(example("two_clusters_10gbps", **slow))
+    lost = verdict(planner, planner.plans())
     assert lost is not None
-    assert lost.single.equal_loss_days < 1.05 * found.single.equal_loss_days
+    assert not lost.several_win
 
 
 def test_a_hopeless_pair_never_wins() -> None:
@@ -368,7 +364,7 @@ def test_infeasible_plans_name_the_number(
         ({"sites__0__mfu": 1.5}, "sites.0.mfu: got 1.5"),
         (
             {"sites__0__peak_tflop": 3},
-            "unknown key 'sites.0.peak_tflop'; did you mean 'peak_tflops'",
+            "'sites.0.peak_tflop'; did you mean 'peak_tflops'",
         ),
         ({"model__tokens": -1}, "model.tokens: got -1"),
         ({"sites__1__name": "east"}, "two sites have the same name"),
@@ -427,4 +423,3 @@ def test_the_package_imports_no_torch() -> None:
 
 def test_bytes_per_second() -> None:
     assert bytes_per_second(10) == pytest.approx(1.25e9)
-    assert list(itertools.pairwise(published.UTILISATIONS))

@@ -120,12 +120,14 @@ def test_gradient_of_the_hoffmann_objective() -> None:
     x, y = np.log(table.points.parameters), np.log(table.points.tokens)
     args = (x - x.mean(), y - y.mean(), table.log_loss, np.ones(40))
     theta = np.array([0.1, -0.4, 0.5, 0.3, 0.4])
-    error = check_grad(
-        lambda t: hoffmann._objective(t, *args)[0],
-        lambda t: hoffmann._objective(t, *args)[1],
-        theta,
-    )
-    assert error < 1e-3 * np.linalg.norm(hoffmann._objective(theta, *args)[1])
+
+    def value(theta: np.ndarray) -> float:
+        return hoffmann._objective(theta, *args)[0]
+
+    def gradient(theta: np.ndarray) -> np.ndarray:
+        return hoffmann._objective(theta, *args)[1]
+
+    assert check_grad(value, gradient, theta) < 1e-3 * np.linalg.norm(gradient(theta))
 
 
 @pytest.mark.parametrize("law", [EPOCH, HOFFMANN_ROUNDED], ids=["epoch", "hoffmann"])

@@ -1,5 +1,7 @@
 """The simulation: published utilisations, closed forms, and what it adds to them."""
 
+from itertools import pairwise
+
 import pytest
 
 from megatron_edit.errors import ConfigurationError
@@ -70,7 +72,7 @@ def test_time_is_accounted_for() -> None:
     for kind in ("compute", "wait", "link", "lost", "down"):
         assert outcome.share(kind) > 0, kind
     lanes = [s for s in outcome.spans if s.lane == 2]
-    assert all(a.end <= b.start + 1e-9 for a, b in zip(lanes, lanes[1:], strict=False))
+    assert all(a.end <= b.start + 1e-9 for a, b in pairwise(lanes))
 
 
 def uneven(**changes: object) -> Outcome:

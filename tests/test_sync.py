@@ -97,7 +97,7 @@ class Timeline:
                 self.events.append(("applied", state.unit.name))
             return land(state, *args)
 
-        OuterState.land = watched  # type: ignore[method-assign]
+        OuterState.land = watched  # type: ignore[assignment, method-assign]
 
     def _watch_gathers(self) -> None:
         names = {id(m): unit.name for unit in self._units for m in unit.modules}
@@ -202,7 +202,7 @@ def _compute_while_the_peer_is_late(path: str) -> None:
                 store.wait(["layers.0"])
             return all_reduce(flat, phase)
 
-        sync.all_reduce = late
+        sync.all_reduce = late  # type: ignore[method-assign]
     training.step()
 
 
@@ -360,7 +360,7 @@ def _train_evaluated(case: Case, evaluated: bool, mesh: Any) -> tuple[list[float
     return losses, digests(training)
 
 
-def _evaluated_and_not() -> list[tuple[Any, Any]]:
+def _evaluated_and_not() -> list[tuple[Any, ...]]:
     cases = [SMALL_S2, replace(SMALL_S2, keep_gathered=True), replace(SMALL_S2, tied=True)]
     mesh = mesh_of(SMALL_S2)
     return [tuple(_train_evaluated(case, e, mesh) for e in (False, True)) for case in cases]
@@ -456,7 +456,7 @@ def _pipeline_step(case: Case) -> dict[str, Any]:
     finalize = config.finalize_model_grads_func
     with CollectiveLog() as log:
         training.begin()
-        before = len(log.entries)
+        before = after = len(log.entries)
         began = timeline.take()
 
         def marked(*args: Any, **kwargs: Any) -> None:
@@ -464,7 +464,6 @@ def _pipeline_step(case: Case) -> dict[str, Any]:
             after = len(log.entries)
             finalize(*args, **kwargs)
 
-        after = 0
         config.finalize_model_grads_func = marked
         training.forward(training.engine.step)
         config.finalize_model_grads_func = finalize

@@ -4,6 +4,7 @@ Laws: `runs` and `logs` read runs, `forms` and `hoffmann` are the families, `fit
 and test, `published` has the literature's numbers. Plans: `closed_forms` and `clock` are formulas,
 `cluster` the input file, `topology`, `planner`, `crossover` and `edge` evaluate it with the losses
 of `penalty`; `trainer_settings` turns a plan into flags. Simulation: `scenario`, `simulate` on the
-kernel `events`. `provenance` and `constants` say where numbers come from; `tables`, `plots`,
-`law_plots`, `timeline`, `site_report` and `edge_report` are what a person looks at.
+kernel `events`. `provenance` and `constants` say where numbers come from; `tables`, `json_text`,
+`plots`, `law_plots`, `timeline`, `site_report` and `edge_report` are what a person looks at.
+`synthetic` checks the fits on runs of known laws.
 """

@@ -8,6 +8,7 @@ from megatron_edit.scaling.closed_forms import OUTER_STATE_BYTES, STATE_BYTES
 from megatron_edit.scaling.cluster import Cluster
 from megatron_edit.scaling.penalty import EQUAL_LOSS_LAW, LossPenalty
 from megatron_edit.scaling.provenance import Constant, Kind
+from megatron_edit.scaling.published import STREAMING_DILOCO
 
 
 def plan_constants(
@@ -33,10 +34,14 @@ def plan_constants(
         found = [_as_measured(c, measured) if f".{link}." in c.name else c for c in found]
     if cluster.devices:
         found += _section("devices", cluster.devices, source)
+    found += _section("search", cluster.search, source)
     found += _section("", cluster.assumptions, source)
     found += penalty.provenance()
     found += [
         EQUAL_LOSS_LAW,
+        Constant(
+            "loss of compression", 0, "nats", Kind.PUBLISHED, f"{STREAMING_DILOCO}: none at 4 bits"
+        ),
         Constant("state", STATE_BYTES, "bytes/parameter", Kind.PUBLISHED, "ZeRO, 1910.02054"),
         Constant("outer state", OUTER_STATE_BYTES, "bytes/parameter", Kind.GIVEN, "fp32 x 2"),
         Constant("FLOP per parameter and token", 6, "", Kind.PUBLISHED, "Kaplan et al. 2020"),

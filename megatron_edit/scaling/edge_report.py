@@ -12,6 +12,7 @@ from megatron_edit.scaling.edge import (
     best_edge,
     slowest_factor,
 )
+from megatron_edit.scaling.json_text import columnar
 from megatron_edit.scaling.plots import edge_figure
 from megatron_edit.scaling.provenance import Constant, Kind
 from megatron_edit.scaling.published import UTILISATIONS, diloco_batch_tokens
@@ -118,7 +119,7 @@ class EdgeReport:
             "best_at_equal_tokens": self.quickest.row(),
             f"days_of_{REFERENCE_GPUS}_h100": self.reference_days,
             "warnings": self._warnings(),
-            "plans": [plan.row() for plan in self.plans],
+            "plans": columnar([plan.row() for plan in self.plans]),
             "constants": [constant.as_dict() for constant in self.constants],
         }
 

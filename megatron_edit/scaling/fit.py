@@ -9,6 +9,7 @@ from scipy.stats import f as f_distribution
 
 from megatron_edit.errors import ConfigurationError, unknown_name
 from megatron_edit.scaling.forms import (
+    VARIABLES,
     Array,
     FitFailed,
     Form,
@@ -157,6 +158,8 @@ def choose_form(name: str, over: str, points: Points) -> tuple[Form, list[str]]:
     """
     if name not in FORMS:
         raise unknown_name("--form", name, FORMS)
+    if over not in VARIABLES:
+        raise unknown_name("--variable", over, VARIABLES)
     notes = []
     several = len(np.unique(points.replicas)) > 1
     simple: Form = ReplicaForm(over) if several else PowerForm(over)
@@ -209,8 +212,8 @@ def curvature_note(fit: Fit) -> str | None:
     if p_value > CURVATURE_P:
         return None
     return (
-        f"the residuals bend (F-test, p < {CURVATURE_P}): a pure power law does not hold over this range "
-        "and must not be extrapolated; try --form offset"
+        f"the residuals bend (F-test, p < {CURVATURE_P}): a pure power law does not hold over this "
+        "range and must not be extrapolated; try --form offset"
     )
 
 

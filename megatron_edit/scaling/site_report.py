@@ -9,6 +9,7 @@ from matplotlib.figure import Figure
 from megatron_edit.scaling.cluster import Cluster, Site
 from megatron_edit.scaling.constants import plan_constants
 from megatron_edit.scaling.crossover import Verdict, verdict
+from megatron_edit.scaling.json_text import columnar
 from megatron_edit.scaling.planner import Plan, Planner, best
 from megatron_edit.scaling.plots import plan_figure
 from megatron_edit.scaling.published import (
@@ -69,8 +70,24 @@ class SiteReport:
                 same = [p for p in local if p.setting.interval == interval]
                 plain = [p for p in same if not p.setting.delay and p.setting.compression == "none"]
                 found += dict.fromkeys((best(plain), best(same)))
-        found += [p for p in (self.quickest, self.chosen, self.writable) if p not in found]
-        return found
+        found += [*self._by_replicas(), self.quickest, self.chosen, self.writable]
+        return list(dict.fromkeys(found))
+
+    def _by_replicas(self) -> list[Plan]:
+        """Returns sync and plain rounds of one length on all sites, for each number of replicas."""
+        most = max(len(plan.setting.layout.sites) for plan in self.plans)
+        chosen = self.chosen.setting
+        intervals = self.cluster.search.sync_intervals
+        interval = chosen.interval if chosen.method != "sync" else intervals[len(intervals) // 2]
+        return [
+            plan
+            for plan in self.plans
+            if len(plan.setting.layout.sites) == most
+            and plan.setting.layout.sites[0] == self.cluster.sites[0]
+            and plan.setting.interval in (1, interval)
+            and not plan.setting.delay
+            and plan.setting.compression == "none"
+        ]
 
     def text(self, everything: bool = False) -> str:
         """Returns the plan for people."""
@@ -87,7 +104,7 @@ class SiteReport:
         if self.verdict:
             parts.append(_verdict_text(self.verdict))
         parts += [self._settings_text(), self._warning_text()]
-        parts.append("Constants\n" + constants_table(self.constants))
+        parts.append("\nConstants\n" + constants_table(self.constants))
         return "\n".join(part for part in parts if part)
 
     def _recommendation(self) -> str:
@@ -101,7 +118,17 @@ class SiteReport:
             f"equal loss, utilisation {percent(p.utilisation)} %, loss +{percent(p.penalty, 2)} %"
             for what, p in rows
         ]
-        return "\n".join([f"\nBest with a loss penalty of at most {allowed} %", *lines])
+        search, rho = self.cluster.search, self.cluster.assumptions.sync_share
+        if self.chosen.setting.method != "sync":
+            share = self.chosen.sync / (self.chosen.setting.interval * self.chosen.step)
+            lines.append(
+                f"  its synchronisation takes {percent(share)} % of a round: "
+                f"{'' if self.chosen.effective else 'not '}effective at rho = {percent(rho)} %"
+            )
+        head = (
+            f"\nBest with a loss penalty of at most {allowed} % and {search.fewest_rounds} rounds"
+        )
+        return "\n".join([head, *lines])
 
     def _settings_text(self) -> str:
         lines = ["\nSettings for pretrain_edit.py"]
@@ -134,7 +161,7 @@ class SiteReport:
                 f"the synchronous warm-up takes {percent(self.chosen.warmup / self.chosen.seconds)}"
                 " % of the run: shorten search.warmup_steps"
             )
-        return "\n".join(["", *(f"warning: {text}" for text in found), ""]) if found else ""
+        return "\n".join(["", *(f"warning: {text}" for text in found)]) if found else ""
 
     def as_dict(self) -> dict[str, object]:
         """Returns the plan for JSON."""
@@ -156,7 +183,7 @@ class SiteReport:
             "edit": self.edit_section(),
             "flags": self.flags(),
             "several_clusters": compared,
-            "plans": [plan.row() for plan in self.plans],
+            "plans": columnar([plan.row() for plan in self.plans]),
             "constants": [constant.as_dict() for constant in self.constants],
         }
 

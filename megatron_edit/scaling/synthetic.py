@@ -28,8 +28,9 @@ def synthetic_runs(law: Law, noise: float, seed: int, count: int = RUNS) -> list
         count: Number of runs.
     """
     rng = np.random.default_rng(seed)
-    n = np.exp(rng.uniform(*np.log(SIZES), count))
-    d = np.exp(rng.uniform(*np.log(TOKENS), count))
+    (small, large), (few, many) = np.log([SIZES, TOKENS])
+    n = np.exp(rng.uniform(small, large, count))
+    d = np.exp(rng.uniform(few, many, count))
     log_loss = law.form.log_loss(law.theta, Points.of(n, d))
     losses = np.exp(log_loss + noise * rng.standard_normal(count))
     return [Run("sync", 1, *map(float, row)) for row in zip(n, d, losses, strict=True)]

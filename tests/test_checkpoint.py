@@ -1,0 +1,384 @@
+"""Resuming is bitwise, a killed save costs nothing, and what cannot be resumed is refused."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing as mp
+import os
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from distributed import _rank_main, free_port, run_ranks
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+from pretraining import Run, command_line, newest, pretrain
+
+from megatron_edit import checkpoint
+from megatron_edit.arguments import parse_args
+from megatron_edit.errors import ConfigurationError
+from megatron_edit.tokenizer import NullTokenizer, model_vocab_size
+
+# Warm-up 4, tau 4: synchronisations are due at the start of steps 8 and 12, and at the end. The
+# learning rate warms up over 5 steps, so that a stop in it shows a wrong schedule.
+RESUMABLE = (
+    "--train-iters 13 --lr-warmup-iters 5 --lr-decay-style cosine --edit-warmup-steps 4 "
+    "--hidden-dropout 0.1 --attention-dropout 0.1"
+)
+STOPS = {2: "in warm-up", 4: "anchor due", 6: "mid-round", 8: "synchronisation due", 10: "round 1"}
+LAYOUTS = {
+    "R2, offload": (2, "--edit-offload-outer-state true", list(STOPS)),
+    "R2 S2": (4, "--untie-embeddings-and-output-weights", [2, 6, 8]),
+    "R2 TP2 SP": (4, "--tensor-model-parallel-size 2 --sequence-parallel", [2, 6, 8]),
+    "R2 PP2 tied": (4, "--pipeline-model-parallel-size 2", [2, 6, 8]),
+}
+
+
+def link(save: Path, step: int, folder: Path) -> Path:
+    """A folder whose tracker names one of the checkpoints in another."""
+    folder.mkdir()
+    source = checkpoint.checkpoint_folder(save, step)
+    (folder / source.name).symlink_to(source)
+    (folder / checkpoint.TRACKER).write_text(str(step))
+    return folder
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_resumed_run_is_the_uninterrupted_one(layout: str, tmp_path: Path) -> None:
+    world, flags, stops = LAYOUTS[layout]
+    argv = f"{RESUMABLE} {flags}"
+    whole = run_ranks(_pretrain_all, world, [f"{argv} --save {tmp_path} --save-interval 1", argv])
+    folders = [link(tmp_path, stop, tmp_path / f"from{stop}") for stop in stops]
+    resumed = run_ranks(_pretrain_all, world, [f"{argv} --load {f}" for f in folders])
+    for rank in range(world):
+        saving, quiet = whole[rank]
+        assert saving.code == 0 and saving.step == 13
+        # Saving changes nothing that training sees.
+        assert (saving.losses, saving.state) == (quiet.losses, quiet.state)
+        micro_batches = len(saving.ids) // 13
+        for stop, run in zip(stops, resumed[rank], strict=True):
+            where = f"rank {rank}, stopped at {stop} ({STOPS[stop]})"
+            assert run.code == 0, where
+            assert run.loaded == saving.saved[stop], where
+            assert run.losses == saving.losses[stop:], where
+            assert run.rates == saving.rates[stop:], where
+            assert run.ids == saving.ids[stop * micro_batches :], where
+            assert run.state == saving.state, where
+    # The comparison would notice: the replicas have different losses, the steps different ids.
+    first = whole[0][0]
+    assert len({tuple(row) for row in first.losses}) == 13 and len(set(first.losses[5])) == 2
+    assert len({tuple(ids) for ids in first.ids}) == len(first.ids)
+    assert len({state["detector"] for state in first.saved.values()}) == 3
+
+
+def _pretrain_all(lines: list[str]) -> list[Run]:
+    return [pretrain(command_line(line)) for line in lines]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Checkpoints of two replicas at steps 2, 4, ... 13 of a run."""
+    folder = tmp_path_factory.mktemp("saved")
+    run_ranks(_pretrain_all, 2, [f"{RESUMABLE} --save {folder} --save-interval 2"])
+    return folder
+
+
+def test_saving_keeps_every_step_and_the_tracker_names_the_last(saved: Path) -> None:
+    folders = sorted(path.name for path in saved.iterdir() if path.is_dir())
+    assert folders == [f"iter_{step:07d}" for step in (2, 4, 6, 8, 10, 12, 13)]
+    assert newest(saved) == 13
+    state = json.loads((saved / "iter_0000006" / "state.json").read_text())
+    assert (state["step"], state["steps_in_round"], state["consumed_samples"]) == (6, 2, 24)
+    config = json.loads((saved / "iter_0000006" / "effective_config.json").read_text())
+    assert config["values"]["train_iters"] == 13
+    assert config["sources"]["edit.warmup_steps"] == "flag"
+
+
+def test_what_a_checkpoint_leaves_out_on_request(saved: Path, tmp_path: Path) -> None:
+    load = link(saved, 6, tmp_path / "load")
+    argv = f"{RESUMABLE} --load {load}"
+    flags = ["", "--no-load-rng", "--no-load-optim", "--finetune"]
+    results = run_ranks(_pretrain_all, 2, [f"{argv} {flag}" for flag in flags])
+    anchor = results[0][0].loaded["anchor"]
+    for full, no_rng, no_optim, finetune in results:
+        assert all(run.code == 0 for run in (full, no_rng, no_optim, finetune))
+        differing = {key for key, value in full.loaded.items() if no_rng.loaded[key] != value}
+        assert differing == {"rng"}
+
+        # Both start from the consolidated parameters, which no replica has mid-round.
+        assert full.loaded["parameters"] != anchor
+        assert no_optim.loaded["parameters"] == finetune.loaded["parameters"] == anchor
+        assert no_optim.loaded["moments"] == finetune.loaded["moments"] != full.loaded["moments"]
+
+        assert no_optim.loaded["counters"] == "6 0 0"
+        assert (no_optim.ids, no_optim.rates) == (full.ids, full.rates)
+        assert len(full.ids) == 7
+
+        assert finetune.loaded["counters"] == "0 0 0"
+        assert len(finetune.ids) == 13 and finetune.rates[6:] == full.rates
+    assert results[0][0].loaded["parameters"] != results[1][0].loaded["parameters"]
+
+
+def test_momentum_may_be_switched_on_and_off(saved: Path, tmp_path: Path) -> None:
+    load, between = link(saved, 10, tmp_path / "load"), tmp_path / "between"
+    off = f"{RESUMABLE} --load {load} --edit-outer-momentum 0"
+    runs, _ = run_ranks(
+        _pretrain_all,
+        2,
+        [
+            f"{off} --exit-interval 11 --save {between}",
+            f"{RESUMABLE} --load {between}",
+            f"{RESUMABLE} --load {load}",
+        ],
+    )
+    assert [run.code for run in runs] == [0, 0, 0]
+    zeros = runs[1].loaded["momentum"]
+    assert zeros != runs[2].loaded["momentum"]
+    assert len(runs[1].ids) == 2
+
+
+# --- kills
+
+
+class Kill:
+    """SIGKILLs this process at the n-th call of a function."""
+
+    def __init__(self, owner: Any, name: str, call: int = 1, after: bool = False) -> None:
+        self._original = getattr(owner, name)
+        self._left, self._after = call, after
+        # torch renames files inside the folder; those are not counted.
+        self._of = "iter_" if owner is Path else ""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._left -= not self._of or args[0].name.startswith(self._of)
+        if self._left == 0 and not self._after:
+            os.kill(os.getpid(), signal.SIGKILL)
+        result = self._original(*args, **kwargs)
+        if self._left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+
+
+def _killed(line: str, owner: Any, name: str, call: int, after: bool) -> None:
+    kill = Kill(owner, name, call, after)
+    with patch.object(owner, name, lambda *args, **kwargs: kill(*args, **kwargs)):
+        pretrain(command_line(line))
+
+
+# Saves at steps 4 and 8; what is killed in the save of step 8: function, its call, before or after.
+KILLS = {
+    "before anything is written": (dcp, "save", 2, False),
+    "tensors written, no state.json": (dcp, "save", 2, True),
+    "all written, not renamed": (Path, "rename", 2, False),
+    "renamed, tracker old": (Path, "rename", 2, True),
+    "tracker written, not renamed": (os, "replace", 2, False),
+}
+
+
+@pytest.mark.parametrize("kill", KILLS)
+def test_a_killed_save_leaves_the_checkpoint_before(kill: str, tmp_path: Path) -> None:
+    line = f"{RESUMABLE} --edit-replicas 1 --save {tmp_path} --save-interval 4"
+    assert _run_killed(line, *KILLS[kill]) == -signal.SIGKILL
+    assert newest(tmp_path) == 4
+    _goes_on(tmp_path, line, first=5)
+    assert newest(tmp_path) == 13
+    assert not list(tmp_path.glob("*.tmp")) and not list(tmp_path.glob("*.old"))
+
+
+# A second run saves the same steps in the same folder.
+OVERWRITING_KILLS = {
+    "not yet renamed": (Path, "rename", 1, False),
+    "old one renamed": (Path, "rename", 1, True),
+    "new one renamed": (Path, "rename", 2, True),
+}
+
+
+@pytest.mark.parametrize("kill", OVERWRITING_KILLS)
+def test_a_killed_save_of_the_same_step_leaves_one(kill: str, tmp_path: Path) -> None:
+    line = f"{RESUMABLE} --edit-replicas 1 --save {tmp_path}"
+    run_ranks(_pretrain_all, 1, [f"{line} --exit-interval 4"])
+    again = f"{line} --save-interval 4"
+    assert _run_killed(again, *OVERWRITING_KILLS[kill]) == -signal.SIGKILL
+    assert newest(tmp_path) == 4
+    _goes_on(tmp_path, again, first=5)
+
+
+def _run_killed(line: str, owner: Any, name: str, call: int, after: bool) -> int | None:
+    """Runs one rank that is to die; returns its exit code."""
+    fork = mp.get_context("fork")
+    results = fork.Queue()
+    process = fork.Process(
+        target=_rank_main,
+        args=(0, 1, free_port(), results, _killed, (line, owner, name, call, after)),
+    )
+    process.start()
+    process.join(60)
+    try:
+        assert results.empty(), results.get()
+        return process.exitcode
+    finally:
+        process.kill()
+        process.join()
+
+
+def _goes_on(folder: Path, line: str, first: int) -> None:
+    ((run,),) = run_ranks(_pretrain_all, 1, [f"{line} --load {folder}"])
+    assert run.code == 0 and run.step == 13
+    assert len(run.losses) == 13 - first + 1
+
+
+# --- refusals
+
+
+def state_for(load: Path, changes: str = "", without: str = "") -> Any:
+    """What a run with these flags reads of a checkpoint before it builds a model."""
+    args = parse_args(command_line(f"--load {load} {changes}", without), world_size=4)
+    args.padded_vocab_size = model_vocab_size(args, NullTokenizer(args.vocab_size))
+    return checkpoint.read_state(args)
+
+
+@pytest.fixture
+def loadable(saved: Path, tmp_path: Path) -> Path:
+    """A copy of the checkpoint of step 6 that claims to be of 4 ranks, S 2."""
+    folder = tmp_path / "loadable"
+    shutil.copytree(saved / "iter_0000006", folder / "iter_0000006")
+    (folder / checkpoint.TRACKER).write_text("6")
+    path = folder / "iter_0000006" / "state.json"
+    state = json.loads(path.read_text())
+    state["layout"]["shard_size"] = 2
+    path.write_text(json.dumps(state))
+    return folder
+
+
+REFUSED = {
+    "--edit-replicas 4": "has replicas 2, this run has 4; allowed: the same layout",
+    "--tensor-model-parallel-size 2": "has shard_size 2, this run has 1",
+    "--pipeline-model-parallel-size 2": "has pipeline_model_parallel_size 1, this run has 2",
+    "--hidden-size 64": "has hidden_size 32, this run has 64; allowed: the same model",
+    "--num-layers 4": "has num_layers 2, this run has 4",
+    "--ffn-hidden-size 64": "has ffn_hidden_size 32, this run has 64",
+    "--untie-embeddings-and-output-weights": "untie_embeddings_and_output_weights False",
+    "--normalization LayerNorm": "has normalization RMSNorm, this run has LayerNorm",
+    "--vocab-size 80": "has padded_vocab_size 64, this run has 88",
+    "--edit-warmup-steps 20": "would be synchronous there; allowed: warmup_steps < 6;",
+    "--edit-method sync": "(method sync): the checkpoint",
+}
+
+
+@pytest.mark.parametrize("changes", REFUSED)
+def test_another_model_layout_or_phase_is_refused(changes: str, loadable: Path) -> None:
+    assert state_for(loadable)["step"] == 6
+    with pytest.raises(ConfigurationError) as caught:
+        state_for(loadable, changes)
+    message = str(caught.value)
+    assert str(loadable) in message and "\n" not in message
+    assert REFUSED[changes] in message
+
+
+def test_the_phase_may_change_where_replicas_start_alike(loadable: Path) -> None:
+    assert state_for(loadable, "--edit-warmup-steps 20 --no-load-optim")["step"] == 6
+    assert state_for(loadable, "--edit-method sync --finetune")["step"] == 6
+
+
+def _break_tracker(folder: Path) -> None:
+    (folder / checkpoint.TRACKER).write_text("six")
+
+
+def _name_missing_step(folder: Path) -> None:
+    (folder / checkpoint.TRACKER).write_text("8")
+
+
+def _break_state(folder: Path) -> None:
+    (folder / "iter_0000006" / "state.json").write_text('{"step": 6')
+
+
+def _age(folder: Path) -> None:
+    (folder / "iter_0000006" / "state.json").write_text('{"format": 0}')
+
+
+def _lose_metadata(folder: Path) -> None:
+    (folder / "iter_0000006" / ".metadata").unlink()
+
+
+DAMAGES = {
+    "six": _break_tracker,
+    "iter_0000008": _name_missing_step,
+    "line 1": _break_state,
+    "its format is 0": _age,
+    ".metadata is missing": _lose_metadata,
+}
+
+
+@pytest.mark.parametrize("reason", DAMAGES)
+def test_a_damaged_checkpoint_is_refused(reason: str, loadable: Path) -> None:
+    DAMAGES[reason](loadable)
+    with pytest.raises(ConfigurationError, match="no readable checkpoint") as caught:
+        state_for(loadable)
+    assert reason in str(caught.value)
+    assert caught.value.per_host
+
+
+def _write(prefix: Path, seed: int) -> str:
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
+    generator = np.random.default_rng(seed)
+    for _ in range(20):
+        builder.add_document(generator.integers(63, size=60), [60])
+    builder.finalize(f"{prefix}.idx")
+    return str(prefix)
+
+
+def test_other_data_are_refused_unless_wanted(tmp_path: Path) -> None:
+    first, second = _write(tmp_path / "first", 1), _write(tmp_path / "second", 2)
+    (tmp_path / "moved").mkdir()
+    for suffix in (".bin", ".idx"):
+        shutil.copy(first + suffix, tmp_path / "moved" / f"first{suffix}")
+    save = tmp_path / "save"
+    line = "--edit-replicas 1 --split 90,10 --train-iters 6"
+    load = f"{line} --load {save}"
+    lines = {
+        "start": f"{line} --data-path {first} --exit-interval 4 --save {save}",
+        "moved": f"{load} --data-path {tmp_path / 'moved' / 'first'}",
+        "other": f"{load} --data-path {second}",
+        "wanted": f"{load} --data-path {second} --override-data-path",
+        "finetune": f"{load} --data-path {second} --finetune",
+        "batch": f"{load} --data-path {first} --global-batch-size 4",
+        "batch wanted": f"{load} --data-path {first} --global-batch-size 4 --override-data-path",
+    }
+    ((*runs,),) = run_ranks(_pretrain_without_mock, 1, list(lines.values()))
+    run = dict(zip(lines, runs, strict=True))
+    codes = {name: run.code for name, run in run.items()}
+    assert codes == {**dict.fromkeys(lines, 0), "other": 2, "batch": 2}
+    assert run["moved"].loaded == run["start"].state
+    assert run["other"].err == (
+        f"error: --data-path: the data differ from those of the checkpoint in {save}; allowed: the "
+        "same files, weights, split, sequence length and seed; or --override-data-path\n"
+    )
+    assert "--global-batch-size 4: the checkpoint in" in run["batch"].err
+    assert run["batch"].err.count("\n") == 1
+    assert run["wanted"].step == run["finetune"].step == 6
+
+
+def _pretrain_without_mock(lines: list[str]) -> list[Run]:
+    return [pretrain(command_line(line, without="--mock-data")) for line in lines]
+
+
+def test_a_state_is_saved_once(tmp_path: Path) -> None:
+    line = f"{RESUMABLE} --edit-replicas 1 --save {tmp_path} --save-interval 3 --exit-interval 6"
+    ((run,),) = run_ranks(_pretrain_all, 1, [line])
+    assert run.out.count(f"saved {tmp_path / 'iter_0000006'}\n") == 1
+
+
+def test_tensors_are_sharded_and_named_as_in_the_whole_model(saved: Path) -> None:
+    metadata = dcp.FileSystemReader(saved / "iter_0000006").read_metadata().state_dict_metadata
+    names = set(metadata)
+    weight = "decoder.layers.1.mlp.linear_fc2.weight"
+    for prefix in ("anchor", "outer_momentum", "replica0.model", "replica1.model"):
+        assert metadata[f"{prefix}.{weight}"].size == torch.Size([32, 32])
+    assert f"replica1.optimizer.exp_avg_sq.{weight}" in names
+    assert {f"detector.{name}" for name in ("count", "mean", "consecutive_rollbacks")} <= names
+    assert {"rng.rank0.cpu", "rng.rank1.cpu"} <= names
