@@ -41,6 +41,8 @@ SHAPE = (
     "normalization", "swiglu", "disable_bias_linear", "untie_embeddings_and_output_weights",
     "padded_vocab_size",
 )  # fmt: skip
+# Starts from zero where the run before had it switched off.
+OPTIONAL = ("outer_momentum.", "compression.")
 LAYOUT = (
     "replicas", "pipeline_model_parallel_size", "shard_size", "tensor_model_parallel_size",
     "num_layers_per_virtual_pipeline_stage",
@@ -230,13 +232,9 @@ def load(
         if state["has_anchor"]:
             engine.create_anchor(verify=False)
         in_flight.restore_rounds(engine, state["in_flight"])
-        shared = _shared_tensors(optimizer, mesh)
-        if not state["has_momentum"]:
-            # It was off in the run before, and starts from zero.
-            shared = {k: v for k, v in shared.items() if not k.startswith("outer_momentum.")}
         own = _replica_tensors(optimizer, mesh) | _rank_tensors(engine, args.rank)
-        _load_into(folder, own | shared)
-        engine.steps_in_round = state["steps_in_round"]
+        _load_into(folder, own | _shared_tensors(optimizer, mesh))
+        engine.steps_in_round = int(own[f"replica{mesh.replica}.steps_in_round"])
     if not args.finetune:
         engine.step = state["replica_steps"][mesh.replica]
         engine.round = state["round"]
@@ -252,10 +250,8 @@ def _state(args: Namespace, engine: SyncEngine, data: str) -> dict[str, Any]:
         "step": _iteration(args, engine),
         "replica_steps": engine.replica_steps,
         "round": engine.round,
-        "steps_in_round": engine.steps_in_round,
         "has_anchor": bool(engine.outer),
         "in_flight": in_flight.describe_rounds(engine),
-        "has_momentum": any(state.momentum is not None for state in engine.outer),
         "global_batch_size": args.global_batch_size,
         "consumed_samples": engine.consumed_samples,
         "model": {name: getattr(args, name) for name in SHAPE},
@@ -288,9 +284,12 @@ def _named(prefix: str, tensors: dict[str, Any], mesh: Mesh) -> dict[str, torch.
 
 
 def _replica_tensors(optimizer: EDiTDistributedOptimizer, mesh: Mesh) -> dict[str, torch.Tensor]:
-    """Parameters and moments of this replica."""
+    """Parameters, moments and counters of this replica."""
     prefix = f"replica{mesh.replica}"
-    counters = {f"{prefix}.skipped_steps": optimizer.skipped_steps}
+    counters = {
+        f"{prefix}.skipped_steps": optimizer.skipped_steps,
+        f"{prefix}.steps_in_round": torch.tensor(optimizer.engine.steps_in_round),
+    }
     model = _named(f"{prefix}.model", optimizer.named_parameters(), mesh)
     moments = _named(f"{prefix}.optimizer", optimizer.named_moments(), mesh)
     departures = _named(prefix, in_flight.replica_tensors(optimizer.engine), mesh)
@@ -323,7 +322,9 @@ def _shared_tensors(optimizer: EDiTDistributedOptimizer, mesh: Mesh) -> dict[str
 
 def _load_into(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
     """Fills tensors in place."""
-    dcp.load(tensors, checkpoint_id=folder)
+    saved = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    wanted = {k: v for k, v in tensors.items() if k in saved or not k.startswith(OPTIONAL)}
+    dcp.load(wanted, checkpoint_id=folder)
 
 
 def _rng_tensors(rank: int) -> dict[str, torch.Tensor]:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import io
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import torch
 from harness import digest
 from megatron.core import tensor_parallel
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 import pretrain_edit
 from megatron_edit import training
@@ -26,6 +30,7 @@ from megatron_edit.training import Trainer
 name_accelerator()
 importlib.import_module("deepspeed.comm")
 importlib.import_module("deepspeed.monitor.monitor")
+assert importlib.import_module("deepspeed.ops").__compatible_ops__
 
 TINY = {
     "--num-layers": "2",
@@ -44,6 +49,7 @@ TINY = {
     "--tokenizer-type": "NullTokenizer",
     "--vocab-size": "63",
     "--num-workers": "0",
+    "--split": "80,10,10",
     "--eval-iters": "0",
     "--micro-batch-size": "2",
     "--log-interval": "1",
@@ -51,7 +57,29 @@ TINY = {
     "--edit-warmup-steps": "3",
     "--edit-sync-interval": "4",
 }
-SWITCHES = ["--mock-data", "--swiglu", "--disable-bias-linear"]
+SWITCHES = ["--swiglu", "--disable-bias-linear"]
+
+
+@functools.cache
+def _folder() -> TemporaryDirectory[str]:
+    """Goes away with the process."""
+    return TemporaryDirectory()
+
+
+@functools.cache
+def tokens(seed: int = 0) -> str:
+    """Prefix of 400 documents of 60 random token ids each; they end with the process."""
+    prefix = f"{_folder().name}/seed{seed}"
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
+    generator = np.random.default_rng(seed)
+    for _ in range(400):
+        builder.add_document(generator.integers(63, size=60), [60])
+    builder.finalize(f"{prefix}.idx")
+    return prefix
+
+
+# Made before the forks: all ranks read the same.
+tokens()
 
 
 def command_line(changes: str = "", without: str = "") -> list[str]:
@@ -61,7 +89,7 @@ def command_line(changes: str = "", without: str = "") -> list[str]:
         changes: Flags as on a command line, each with at most one value.
         without: Flags to leave out.
     """
-    flags: dict[str, str | None] = {**TINY, **dict.fromkeys(SWITCHES)}
+    flags: dict[str, str | None] = {**TINY, **dict.fromkeys(SWITCHES), "--data-path": tokens()}
     words = changes.split()
     for i, word in enumerate(words):
         if word.startswith("--"):
@@ -128,7 +156,7 @@ def pretrain(argv: list[str], prepare: Prepare | None = None) -> Run:
         start(trainer)
 
     def noting_save(saver: Saver) -> Any:
-        run.saved[trainers[0].engine.step] = state_of(trainers[0])
+        run.saved[trainers[0].iteration] = state_of(trainers[0])
         return save(saver)
 
     def noting_iterator(*args: Any, **kwargs: Any) -> Iterator[Any]:

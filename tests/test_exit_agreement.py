@@ -5,8 +5,8 @@ from __future__ import annotations
 from datetime import timedelta
 
 import torch.distributed as dist
-
 from distributed import run_ranks
+
 from megatron_edit.ds_compat import default_store
 from megatron_edit.exit_agreement import ExitAgreement
 

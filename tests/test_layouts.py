@@ -25,7 +25,7 @@ LAYOUTS = {
     "R2 PP2": Case(pp=2),
     "R2 PP2 interleaved": Case(pp=2, vpp=2),
     "R2 TP2 PP2": Case(tp=2, pp=2),
-    "R2 TP2 S2": Case(tp=2, shard=2),
+    "R2 TP2 S2": Case(tp=2, shard=2, layers=2),
     "R3": Case(replicas=3),
     "R4": Case(replicas=4),
     "R1 S3": Case(replicas=1, shard=3),

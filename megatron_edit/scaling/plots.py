@@ -44,7 +44,7 @@ def plan_figure(
         chosen: The plan that is recommended.
         bars: Plans to compare by days.
     """
-    figure = Figure(figsize=(11, 4.6), layout="constrained")
+    figure = Figure(figsize=(11, 5), layout="constrained")
     left, right = figure.subplots(1, 2)
     layout = _widest_layout(plans, chosen)
     _utilisation_curves(left, planner, plans, layout)
@@ -99,7 +99,7 @@ def _utilisation_curves(
         title=f"{layout.label}, no delay, no compression",
     )
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=8, loc="lower right")
+    axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=4)
 
 
 def _day_bars(axes: Axes, bars: Sequence[Plan], chosen: Plan) -> None:
@@ -125,7 +125,9 @@ def _day_bars(axes: Axes, bars: Sequence[Plan], chosen: Plan) -> None:
             Patch(color=EXTRA, label="more tokens to equal loss"),
         ],
         fontsize=8,
-        loc="lower right",
+        loc="upper center",
+        bbox_to_anchor=(0.4, -0.14),
+        ncols=3,
     )
     axes.grid(axis="x", alpha=0.3)
 
@@ -138,7 +140,7 @@ def edge_figure(cluster: Cluster, plans: Sequence[EdgePlan], chosen: EdgePlan) -
         plans: All plans.
         chosen: The plan that is recommended.
     """
-    figure = Figure(figsize=(11, 4.6), layout="constrained")
+    figure = Figure(figsize=(11, 5), layout="constrained")
     left, right = figure.subplots(1, 2)
     undelayed = [plan for plan in plans if plan.delay == 0]
     _round_shares(left, undelayed)

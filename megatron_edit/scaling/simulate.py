@@ -22,14 +22,14 @@ class Collective:
     Attributes:
         arrived: Release times of the payload's buckets by member.
         launched: Happens when the last member has arrived.
-        launch_time: When that was.
+        complete: When the last member has released its last bucket.
         done: Happens when the payload has travelled.
     """
 
     def __init__(self) -> None:
         self.arrived: dict[int, Sequence[float]] = {}
         self.launched = Event()
-        self.launch_time = NEVER
+        self.complete = NEVER
         self.done = Event()
         self._last: bool | None = None
 
@@ -118,10 +118,10 @@ class Group:
             return
         self.launched[key] = self.pending.pop(key)
         now = self._clock.now
-        collective.launch_time = now
         present = [collective.arrived[member] for member in sorted(self.alive)]
         releases = [max(now, *times) for times in zip(*present, strict=True)]
         collective.arrived.clear()
+        collective.complete = releases[-1]
         finish = self._link.transfer(self._payload, releases)
         self._outcome.synchronisations += 1
         collective.launched.happen()
@@ -214,7 +214,7 @@ class Replica:
         """Waits for a collective: first for the other replicas, then for the link."""
         start = self._clock.now
         yield collective.done
-        met = min(max(collective.launch_time, start), self._clock.now)
+        met = min(max(collective.complete, start), self._clock.now)
         self._book("wait", start, met)
         self._book("link", met, self._clock.now)
 

@@ -189,9 +189,13 @@ class SiteReport:
 
     def figure(self) -> Figure:
         """Returns the picture."""
-        bars = [p for p in self.shown() if p.setting.method == "sync"]
+        bars = []
+        for sites in _distinct(plan.setting.layout.sites for plan in self.plans):
+            here = [p for p in self.plans if p.setting.layout.sites == sites]
+            bars.append(best([p for p in here if p.setting.method == "sync"], "days"))
         local = sorted(
-            (p for p in self.shown() if p not in bars), key=lambda plan: plan.equal_loss_days
+            (p for p in self.shown() if p.setting.method != "sync"),
+            key=lambda plan: plan.equal_loss_days,
         )
         picked = dict.fromkeys([*bars, self.chosen, *local[:5], self.quickest])
         return plan_figure(self.planner, self.plans, self.chosen, list(picked))
