@@ -379,7 +379,7 @@ class SyncEngine:
         if group.size() == 1:
             return value
         gathered = value.new_empty(group.size())
-        dist.all_gather_into_tensor(gathered, value.reshape(1), group=group)
+        dist.all_gather_single(gathered, value.reshape(1), group=group)
         return gathered.sum()
 
 

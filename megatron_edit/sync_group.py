@@ -143,7 +143,7 @@ class SyncGroup:
         self.sent_bytes += values.nbytes * (self.size - 1)
         started_s = time.perf_counter()
         with self._named(phase):
-            dist.all_gather_into_tensor(gathered, values.contiguous(), group=group)
+            dist.all_gather_single(gathered, values.contiguous(), group=group)
         self._observe("all_gather_into_tensor", started_s, gathered)
         return gathered.view(self.size, -1)
 

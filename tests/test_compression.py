@@ -45,7 +45,7 @@ def _sum_rounds(compression: str, numel: int, rounds: int) -> dict[str, Any]:
     mesh = build_mesh(world)
     compressor = Compressor(compression, numel, mesh.sync, Background(CPU), CPU)
     sent = []
-    original = dist.all_to_all_single, dist.all_gather_into_tensor
+    original = dist.all_to_all_single, dist.all_gather_single
 
     def all_to_all(output: torch.Tensor, data: torch.Tensor, **kwargs: Any) -> Any:
         sent.append(data.numel() * data.element_size() * (world - 1) / world)
@@ -55,7 +55,7 @@ def _sum_rounds(compression: str, numel: int, rounds: int) -> dict[str, Any]:
         sent.append(data.numel() * data.element_size() * (world - 1))
         return original[1](output, data, **kwargs)
 
-    dist.all_to_all_single, dist.all_gather_into_tensor = all_to_all, all_gather
+    dist.all_to_all_single, dist.all_gather_single = all_to_all, all_gather
     yes = torch.tensor(True)
     sums, exact = [], []
     for round_ in range(rounds):

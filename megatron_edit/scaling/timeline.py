@@ -55,13 +55,26 @@ def timeline_figure(outcome: Outcome, start: float, end: float) -> Figure:
                 )
     axes.set_yticks(lanes, ["link", *(f"replica {i}" for i in range(replicas))])
     axes.invert_yaxis()
-    scenario = outcome.scenario
-    summary = f"{scenario.method}, {scenario.replicas} replicas"
     axes.set(
         xlim=(start, end),
         xlabel="seconds",
-        title=f"{summary}: utilisation {outcome.utilisation:.1%} of the whole run",
+        title=f"{_summary(outcome)}: utilisation {outcome.utilisation:.1%} of the whole run",
     )
     handles = [Patch(color=KIND_COLOURS[k], label=KIND_WORDS[k]) for k in KIND_COLOURS if k in used]
     figure.legend(handles=handles, ncols=len(handles), loc="outside lower center", fontsize=9)
     return figure
+
+
+def _summary(outcome: Outcome) -> str:
+    """Returns the method and what it was set to, in a few words."""
+    scenario = outcome.scenario
+    parts = [scenario.method, f"{scenario.replicas} replicas"]
+    if scenario.method in ("edit", "streaming"):
+        parts.append(f"H = {scenario.interval}")
+    if scenario.method == "a_edit":
+        parts.append(f"every {scenario.sync_seconds:g} s")
+    if scenario.fragments > 1:
+        parts.append(f"{scenario.fragments} fragments")
+    if scenario.delay:
+        parts.append(f"delay {scenario.delay}")
+    return ", ".join(parts)
