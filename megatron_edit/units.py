@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from megatron_edit.fsdp_compat import gather_begun
 from megatron_edit.mesh import Mesh
 
 
@@ -55,7 +56,7 @@ class Unit:
         """Whether FSDP2 holds the full parameters of the unit, or has begun to gather them."""
         if not any(isinstance(parameter, DTensor) for parameter in self.parameters.values()):
             return False
-        if any(_gather_begun(m) for m in self.modules if isinstance(m, FSDPModule)):
+        if any(gather_begun(m) for m in self.modules if isinstance(m, FSDPModule)):
             return True
         return not all(isinstance(p, DTensor) for m in self.modules for p in m.parameters())
 
@@ -76,13 +77,6 @@ class Unit:
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """The part of a tensor that this rank holds: a DTensor's shard, or the tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _gather_begun(module: FSDPModule) -> bool:
-    """Whether a gather has read the module's shards ahead of its forward (a prefetch). FSDP2 shows
-    the full parameters only in the forward, and has no public name for what comes before."""
-    group = module._get_fsdp_state()._fsdp_param_group
-    return group is not None and group._all_gather_result is not None
 
 
 def unit_names(num_layers: int, tied: bool) -> list[str]:
