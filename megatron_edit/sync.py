@@ -237,7 +237,8 @@ class SyncEngine:
 
     def _due(self) -> bool:
         if self.meetings is None:
-            return self.trigger.due(self.step)
+            # A run that goes on from a consolidated checkpoint has nothing to synchronise yet.
+            return self.steps_in_round > 0 and self.trigger.due(self.step)
         due = not self.synchronous and self.meetings.due(self.step)
         self.together = self.synchronous or due
         return due

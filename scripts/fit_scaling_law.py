@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from megatron_edit.errors import ConfigurationError, exit_on_configuration_error
+from megatron_edit.scaling.command import Parser, write
 from megatron_edit.scaling.compare import Comparison, compare
 from megatron_edit.scaling.fit import FORMS, Fit, Prediction, choose_form, curvature_note, fit_runs
 from megatron_edit.scaling.forms import VARIABLES, Points, PowerForm, ReplicaForm
@@ -38,9 +39,7 @@ from megatron_edit.scaling.tables import interval, number, percent, table
 
 def parse_arguments() -> argparse.Namespace:
     """Reads the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(__doc__)
     parser.add_argument("runs", nargs="?", type=Path, help="CSV of runs")
     parser.add_argument(
         "--logs", nargs="+", type=Path, default=[], metavar="LOG", help="logs of pretrain_edit.py"
@@ -321,11 +320,7 @@ def main() -> None:
     if args.json is None or str(args.json) != "-":
         print(report(study, predicted, split, args.resamples))
     if args.json is not None:
-        text = json_text(as_json(study, predicted, split))
-        if str(args.json) == "-":
-            print(text)
-        else:
-            args.json.write_text(text + "\n", encoding="utf-8")
+        write(args.json, json_text(as_json(study, predicted, split)), "--json")
     if args.plot:
         from megatron_edit.scaling.law_plots import law_figure
         from megatron_edit.scaling.plots import save

@@ -29,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron_edit.errors import ConfigurationError, exit_on_configuration_error
 from megatron_edit.scaling.cluster import Cluster, NetworkLink, read_cluster, validated
+from megatron_edit.scaling.command import Parser, write
 from megatron_edit.scaling.edge import EdgePlanner
 from megatron_edit.scaling.edge_report import EdgeReport
 from megatron_edit.scaling.forms import Law, PowerForm, ReplicaForm
@@ -44,9 +45,7 @@ REPETITIONS = 10
 
 def parse_arguments() -> argparse.Namespace:
     """Reads the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(__doc__)
     parser.add_argument("cluster", nargs="?", type=Path, metavar="CLUSTER.yaml", help="the plan")
     parser.add_argument("--all", action="store_true", help="print every setting that was tried")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the plan; - = stdout")
@@ -115,7 +114,7 @@ def measure(path: Path) -> None:
             "gbps": float(f"{bandwidth * 8 / 1e9:.4g}"),
             "latency_ms": float(f"{max(0.0, small - wire) * 1e3:.4g}"),
         }
-        path.write_text(json.dumps(link) + "\n", encoding="utf-8")
+        write(path, json.dumps(link), "--measure")
         print(f"{world} ranks, {dist.get_backend()}: {json.dumps(link)} -> {path}")
     dist.destroy_process_group()
 
@@ -195,16 +194,13 @@ def main() -> None:
         measure(args.measure)
         return
     report = report_of(args)
-    text = json_text(report.as_dict())
-    if str(args.json) == "-":
-        print(text)
-    else:
+    if str(args.json) != "-":
         print(report.text(everything=args.all))
-        if args.json:
-            args.json.write_text(text + "\n", encoding="utf-8")
+    if args.json:
+        write(args.json, json_text(report.as_dict()), "--json")
     if args.write:
         section = json.dumps({"edit": report.edit_section()}, indent=2)
-        args.write.write_text(section + "\n", encoding="utf-8")
+        write(args.write, section, "--write")
     if args.plot:
         from megatron_edit.scaling.plots import save
 

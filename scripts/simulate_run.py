@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from megatron_edit.errors import ConfigurationError, exit_on_configuration_error
 from megatron_edit.scaling.closed_forms import all_reduce_bytes, bytes_per_second
 from megatron_edit.scaling.cluster import COMPRESSION_FACTORS, validated
+from megatron_edit.scaling.command import Parser, write
 from megatron_edit.scaling.json_text import json_text
 from megatron_edit.scaling.scenario import KINDS, Outcome, Scenario
 from megatron_edit.scaling.simulate import simulate
@@ -52,11 +53,7 @@ DIRECT = (
 
 def parse_arguments() -> argparse.Namespace:
     """Reads the command line; what is not given keeps the scenario's default."""
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        argument_default=argparse.SUPPRESS,
-    )
+    parser = Parser(__doc__, argparse.SUPPRESS)
     parser.add_argument(
         "--method", default="edit", help="sync, edit, delayed, streaming, a_edit (default: edit)"
     )
@@ -191,13 +188,10 @@ def main() -> None:
     outcome = simulate(scenario_of(args))
     shown = window(args.window, outcome)
     result = {"scenario": outcome.scenario.model_dump(), "outcome": outcome.summary()}
-    text = json_text(result)
-    if str(args.json) == "-":
-        print(text)
-    else:
+    if str(args.json) != "-":
         print(report(outcome))
-        if args.json:
-            args.json.write_text(text + "\n", encoding="utf-8")
+    if args.json:
+        write(args.json, json_text(result), "--json")
     if args.plot:
         from megatron_edit.scaling.plots import save
 

@@ -1,6 +1,7 @@
 """Plans: closed forms, the published clock and bandwidths, clusters, devices, crossovers."""
 
 import math
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -22,7 +23,17 @@ from megatron_edit.scaling.closed_forms import (
     state_bytes,
     step_seconds,
 )
-from megatron_edit.scaling.cluster import Cluster, read_cluster, validated
+from megatron_edit.scaling.cluster import (
+    Assumptions,
+    Cluster,
+    Devices,
+    Model,
+    NetworkLink,
+    Search,
+    Site,
+    read_cluster,
+    validated,
+)
 from megatron_edit.scaling.constants import plan_constants
 from megatron_edit.scaling.crossover import crossover_gbps, verdict
 from megatron_edit.scaling.edge import EdgePlanner, best_edge, slowest_factor
@@ -412,6 +423,17 @@ def test_every_constant_has_a_source() -> None:
     assert kinds["gradient_bytes"] == Kind.GIVEN
     assert kinds["east.node_link.gbps"] == Kind.MEASURED
     assert kinds["east.uplink.gbps"] == Kind.GIVEN
+
+
+def test_the_docs_have_every_field_and_file() -> None:
+    text = (ROOT / "docs" / "scaling.md").read_text()
+    for section in (Model, Site, NetworkLink, Devices, Search, Assumptions):
+        for name in section.model_fields:
+            assert f"`{name}`" in text, name
+    linked = re.findall(r"\]\((results/[^)]+)\)", text)
+    assert len(linked) > 10
+    for target in linked:
+        assert (ROOT / "docs" / target).exists(), target
 
 
 def test_the_package_imports_no_torch() -> None:

@@ -133,6 +133,7 @@ GOOD = ["sync,1,1e6,1e7,4.0", "sync,1,2e6,2e7,3.8", "sync,1,4e6,4e7,3.6"]
         (GOOD, ["--predict", "1e9", "-1"], "--predict: got '-1'"),
         (GOOD, ["--compute", "1e20"], "no law depends on both N and D"),
         (GOOD, ["--resamples", "1"], "--resamples: got 1"),
+        (GOOD, ["--resamples", "many"], "--resamples: invalid int value"),
         ([], [], "has a header and no runs"),
     ],
 )
@@ -243,6 +244,16 @@ def test_plan_with_fitted_laws(command: Command, refused: Command, tmp_path: Pat
     assert "--form replicas --json writes them" in refused("plan_cluster", two, "--laws", laws)
 
 
+def test_plan_of_a_narrow_search(command: Command, tmp_path: Path) -> None:
+    text = next(path for path in CLUSTERS if "one" in path.stem).read_text()
+    path = tmp_path / "cluster.yaml"
+    narrow = "  sync_intervals: [64]\n  delays: [4]\n  compressions: [int8]\n"
+    path.write_text(text + narrow)
+    assert "edit H=64 d=4 int8" in command("plan_cluster", path, "--plot", tmp_path / "a.png")
+    path.write_text(text.replace("nodes: 8", "nodes: 1").replace("7.0e9", "1.0e9"))
+    assert "sync hall R=1" in command("plan_cluster", path, "--plot", tmp_path / "a.png")
+
+
 def test_infeasible_plan(refused: Command, tmp_path: Path) -> None:
     text = next(path for path in CLUSTERS if "one" in path.stem).read_text()
     path = tmp_path / "cluster.yaml"
@@ -256,8 +267,7 @@ def test_links_are_measured_and_used(command: Command, refused: Command, tmp_pat
     links = tmp_path / "links.json"
     subprocess.run(
         [
-            sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2",
-            "--master-port", "29731", "scripts/plan_cluster.py", "--measure", str(links),
+            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "scripts/plan_cluster.py", "--measure", str(links),
         ],
         cwd=ROOT, check=True, capture_output=True, timeout=240,
     )  # fmt: skip
@@ -315,6 +325,8 @@ def test_simulation_prints_the_closed_form(command: Command) -> None:
     ("arguments", "message"),
     [
         (["--method", "dilloco"], "method: got 'dilloco'"),
+        (["--stepp", "3"], "unrecognized arguments: --stepp"),
+        (["--json", "/nowhere/a.json"], "--json /nowhere/a.json: cannot be written"),
         (["--gbps", "fast"], "--gbps: got 'fast'"),
         (["--gbps", "0"], "bandwidth: got 0"),
         (["--slow", "one"], "--slow: got 'one'"),

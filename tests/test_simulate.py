@@ -27,8 +27,7 @@ def test_utilisations_of_the_published_bucket_simulator(interval: int) -> None:
             bandwidth=gbps * 1e9 / 8,
         )
         found = simulate(scenario).utilisation
-        # 0.5 %, or the last printed digit.
-        assert found == pytest.approx(percent / 100, rel=5e-3, abs=5e-5)
+        assert found == pytest.approx(percent / 100, rel=0, abs=5.1e-5)
         assert scenario.closed_form() == pytest.approx(found, rel=1e-9)
 
 

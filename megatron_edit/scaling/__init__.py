@@ -6,5 +6,5 @@ and test, `published` has the literature's numbers. Plans: `closed_forms` and `c
 of `penalty`; `trainer_settings` turns a plan into flags. Simulation: `scenario`, `simulate` on the
 kernel `events`. `provenance` and `constants` say where numbers come from; `tables`, `json_text`,
 `plots`, `law_plots`, `timeline`, `site_report` and `edge_report` are what a person looks at.
-`synthetic` checks the fits on runs of known laws.
+`synthetic` checks the fits on runs of known laws; `command` is what the scripts share.
 """

@@ -97,11 +97,19 @@ Compression = Literal["none", "bf16", "int8"]
 class Search(_Section):
     """What the planner tries."""
 
-    sync_intervals: tuple[Count, ...] = (8, 16, 32, 64, 128, 256, 512)
+    sync_intervals: Annotated[tuple[Count, ...], Field(min_length=1)] = (
+        8,
+        16,
+        32,
+        64,
+        128,
+        256,
+        512,
+    )
     """H (tau), inner steps of a round."""
-    delays: tuple[Annotated[int, Field(ge=0)], ...] = (0, 1, 4)
+    delays: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1)] = (0, 1, 4)
     """d, steps after which a synchronisation is applied."""
-    compressions: tuple[Compression, ...] = ("none", "bf16", "int8")
+    compressions: Annotated[tuple[Compression, ...], Field(min_length=1)] = ("none", "bf16", "int8")
     """Encodings of the pseudo gradient."""
     warmup_steps: Annotated[int, Field(ge=0)] = 1000
     """Synchronous steps at the start of a run of local SGD."""

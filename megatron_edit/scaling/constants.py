@@ -43,7 +43,13 @@ def plan_constants(
             "loss of compression", 0, "nats", Kind.PUBLISHED, f"{STREAMING_DILOCO}: none at 4 bits"
         ),
         Constant("state", STATE_BYTES, "bytes/parameter", Kind.PUBLISHED, "ZeRO, 1910.02054"),
-        Constant("outer state", OUTER_STATE_BYTES, "bytes/parameter", Kind.GIVEN, "fp32 x 2"),
+        Constant(
+            "outer state",
+            OUTER_STATE_BYTES,
+            "bytes/parameter",
+            Kind.GIVEN,
+            "anchor, momentum in fp32",
+        ),
         Constant("FLOP per parameter and token", 6, "", Kind.PUBLISHED, "Kaplan et al. 2020"),
     ]
     return found

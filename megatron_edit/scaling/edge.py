@@ -265,7 +265,8 @@ class EdgePlanner:
         return [
             plan
             for plan in plans
-            if plan.penalty <= search.max_loss_penalty and plan.rounds >= search.fewest_rounds
+            if plan.penalty <= search.max_loss_penalty
+            and (plan.interval == 1 or plan.rounds >= search.fewest_rounds)
         ]
 
 

@@ -59,21 +59,8 @@ class Clock:
         else:
             self.at(self.now + awaited, lambda: self._advance(process))
 
-    def run(self, most_events: int | None = None) -> bool:
-        """Runs until nothing is left to happen.
-
-        Args:
-            most_events: Stop after so many; None never.
-
-        Returns:
-            Whether everything happened.
-        """
-        for number in count():
-            if not self._queue:
-                return True
-            if most_events is not None and number >= most_events:
-                return False
-            time, _, action = heapq.heappop(self._queue)
-            self.now = time
+    def run(self) -> None:
+        """Runs until nothing is left to happen."""
+        while self._queue:
+            self.now, _, action = heapq.heappop(self._queue)
             action()
-        return True

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_edit.errors import ConfigurationError, did_you_mean
+from megatron_edit.scaling.command import write
 from megatron_edit.scaling.forms import Array, Points
 
 COLUMNS = ("method", "replicas", "parameters", "tokens", "loss")
@@ -142,12 +143,11 @@ def positive(text: str, column: str, where: str) -> float:
 
 def write_csv(path: Path, runs: Iterable[Run]) -> None:
     """Writes runs in the layout that `read_csv` reads."""
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(COLUMNS)
-        for run in runs:
-            row = (run.method, run.replicas, f"{run.parameters:.10g}", f"{run.tokens:.10g}")
-            writer.writerow((*row, f"{run.loss:.8g}"))
+    rows = [",".join(COLUMNS)]
+    for run in runs:
+        numbers = f"{run.parameters:.10g},{run.tokens:.10g},{run.loss:.8g}"
+        rows.append(f"{run.method},{run.replicas},{numbers}")
+    write(path, "\n".join(rows), "--save-csv")
 
 
 def groups(runs: Iterable[Run], by_replicas: bool) -> dict[str, list[Run]]:

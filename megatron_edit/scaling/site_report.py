@@ -69,7 +69,7 @@ class SiteReport:
             for interval in dict.fromkeys(p.setting.interval for p in local):
                 same = [p for p in local if p.setting.interval == interval]
                 plain = [p for p in same if not p.setting.delay and p.setting.compression == "none"]
-                found += dict.fromkeys((best(plain), best(same)))
+                found += dict.fromkeys(best(part) for part in (plain, same) if part)
         found += [*self._by_replicas(), self.quickest, self.chosen, self.writable]
         return list(dict.fromkeys(found))
 
