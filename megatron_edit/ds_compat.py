@@ -15,7 +15,7 @@ from megatron_edit.errors import ConfigurationError
 
 
 def name_accelerator() -> None:
-    """Told before its import, DeepSpeed does not warn on every rank that it found no accelerator."""
+    """Named before its import, DeepSpeed does not warn on every rank that it found none."""
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
 

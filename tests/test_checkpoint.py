@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -15,12 +14,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from distributed import run_ranks
 from dying_ranks import run_dying_ranks
-from pretraining import Run, command_line, newest, pretrain, tokens
+from pretraining import Run, command_line, newest, pretrain
 
 from megatron_edit import checkpoint
-from megatron_edit.arguments import parse_args
-from megatron_edit.errors import ConfigurationError
-from megatron_edit.tokenizer import NullTokenizer, model_vocab_size
 
 # Warm-up 4, tau 4: synchronisations are due at the start of steps 8 and 12, and at the end. The
 # learning rate warms up over 5 steps, so that a stop in it shows a wrong schedule.
@@ -55,7 +51,7 @@ def link(save: Path, step: int, folder: Path) -> Path:
 def test_a_resumed_run_is_the_uninterrupted_one(layout: str, tmp_path: Path) -> None:
     world, flags, stops = LAYOUTS[layout]
     argv = f"{RESUMABLE} {flags}"
-    whole = run_ranks(_pretrain_all, world, [f"{argv} --save {tmp_path} --save-interval 1", argv])
+    whole = run_ranks(_pretrain_all, world, [f"{argv} --save {tmp_path} --save-interval 2"])
     folders = [link(tmp_path, stop, tmp_path / f"from{stop}") for stop in stops]
     resumed = run_ranks(_pretrain_all, world, [f"{argv} --load {f}" for f in folders])
     for rank in range(world):
@@ -172,6 +168,18 @@ def test_momentum_may_be_switched_on_and_off(saved: Path, tmp_path: Path) -> Non
     assert len(runs[1].ids) == 2
 
 
+def test_a_longer_run_goes_on_from_the_end_of_a_shorter_one(tmp_path: Path) -> None:
+    # The shorter run ends after step 12 with a synchronisation, and a round would end there too.
+    short = f"{RESUMABLE} --train-iters 12 --lr-decay-iters 20 --save {tmp_path}"
+    longer = f"{RESUMABLE} --train-iters 20 --lr-decay-iters 20 --load {tmp_path}"
+    for first, second in run_ranks(_pretrain_all, 2, [short, longer]):
+        assert second.code == 0 and second.step == 20
+        assert second.loaded == first.state
+        # One more after step 16 and the one at the end: nothing is synchronised twice.
+        assert first.state["counters"] == "12 2 0"
+        assert second.state["counters"] == "20 4 0"
+
+
 # --- kills
 
 
@@ -248,128 +256,6 @@ def _goes_on(folder: Path, line: str, first: int) -> None:
     ((run,),) = run_ranks(_pretrain_all, 1, [f"{line} --load {folder}"])
     assert run.code == 0 and run.step == 13
     assert len(run.losses) == 13 - first + 1
-
-
-# --- refusals
-
-
-def state_for(load: Path, changes: str = "", without: str = "") -> Any:
-    """What a run with these flags reads of a checkpoint before it builds a model."""
-    args = parse_args(command_line(f"--load {load} {changes}", without), world_size=4)
-    args.padded_vocab_size = model_vocab_size(args, NullTokenizer(args.vocab_size))
-    return checkpoint.read_state(args)
-
-
-@pytest.fixture
-def loadable(saved: Path, tmp_path: Path) -> Path:
-    """A copy of the checkpoint of step 6 that claims to be of 4 ranks, S 2."""
-    folder = tmp_path / "loadable"
-    shutil.copytree(saved / "iter_0000006", folder / "iter_0000006")
-    (folder / checkpoint.TRACKER).write_text("6")
-    path = folder / "iter_0000006" / "state.json"
-    state = json.loads(path.read_text())
-    state["layout"]["shard_size"] = 2
-    path.write_text(json.dumps(state))
-    return folder
-
-
-REFUSED = {
-    "--edit-replicas 4": "has replicas 2, this run has 4; allowed: the same layout",
-    "--tensor-model-parallel-size 2": "has shard_size 2, this run has 1",
-    "--pipeline-model-parallel-size 2": "has pipeline_model_parallel_size 1, this run has 2",
-    "--hidden-size 64": "has hidden_size 32, this run has 64; allowed: the same model",
-    "--num-layers 4": "has num_layers 2, this run has 4",
-    "--ffn-hidden-size 64": "has ffn_hidden_size 32, this run has 64",
-    "--untie-embeddings-and-output-weights": "untie_embeddings_and_output_weights False",
-    "--normalization LayerNorm": "has normalization RMSNorm, this run has LayerNorm",
-    "--vocab-size 80": "has padded_vocab_size 64, this run has 88",
-    "--edit-warmup-steps 20": "would be synchronous there; allowed: warmup_steps < 6;",
-    "--edit-method sync": "(method sync): the checkpoint",
-}
-
-
-@pytest.mark.parametrize("changes", REFUSED)
-def test_another_model_layout_or_phase_is_refused(changes: str, loadable: Path) -> None:
-    assert state_for(loadable)["step"] == 6
-    with pytest.raises(ConfigurationError) as caught:
-        state_for(loadable, changes)
-    message = str(caught.value)
-    assert str(loadable) in message and "\n" not in message
-    assert REFUSED[changes] in message
-
-
-def test_the_phase_may_change_where_replicas_start_alike(loadable: Path) -> None:
-    assert state_for(loadable, "--edit-warmup-steps 20 --no-load-optim")["step"] == 6
-    assert state_for(loadable, "--edit-method sync --finetune")["step"] == 6
-
-
-def _break_tracker(folder: Path) -> None:
-    (folder / checkpoint.TRACKER).write_text("six")
-
-
-def _name_missing_step(folder: Path) -> None:
-    (folder / checkpoint.TRACKER).write_text("8")
-
-
-def _break_state(folder: Path) -> None:
-    (folder / "iter_0000006" / "state.json").write_text('{"step": 6')
-
-
-def _age(folder: Path) -> None:
-    (folder / "iter_0000006" / "state.json").write_text('{"format": 0}')
-
-
-def _lose_metadata(folder: Path) -> None:
-    (folder / "iter_0000006" / ".metadata").unlink()
-
-
-DAMAGES = {
-    "six": _break_tracker,
-    "iter_0000008": _name_missing_step,
-    "line 1": _break_state,
-    "its format is 0": _age,
-    ".metadata is missing": _lose_metadata,
-}
-
-
-@pytest.mark.parametrize("reason", DAMAGES)
-def test_a_damaged_checkpoint_is_refused(reason: str, loadable: Path) -> None:
-    DAMAGES[reason](loadable)
-    with pytest.raises(ConfigurationError, match="no readable checkpoint") as caught:
-        state_for(loadable)
-    assert reason in str(caught.value)
-    assert caught.value.per_host
-
-
-def test_other_data_are_refused_unless_wanted(tmp_path: Path) -> None:
-    first, second = tokens(1), tokens(2)
-    (tmp_path / "moved").mkdir()
-    for suffix in (".bin", ".idx"):
-        shutil.copy(first + suffix, tmp_path / "moved" / f"first{suffix}")
-    save = tmp_path / "save"
-    line = "--edit-replicas 1 --train-iters 6"
-    load = f"{line} --load {save}"
-    lines = {
-        "start": f"{line} --data-path {first} --exit-interval 4 --save {save}",
-        "moved": f"{load} --data-path {tmp_path / 'moved' / 'first'}",
-        "other": f"{load} --data-path {second}",
-        "wanted": f"{load} --data-path {second} --override-data-path",
-        "finetune": f"{load} --data-path {second} --finetune",
-        "batch": f"{load} --data-path {first} --global-batch-size 4",
-        "batch wanted": f"{load} --data-path {first} --global-batch-size 4 --override-data-path",
-    }
-    ((*runs,),) = run_ranks(_pretrain_all, 1, list(lines.values()))
-    run = dict(zip(lines, runs, strict=True))
-    codes = {name: run.code for name, run in run.items()}
-    assert codes == {**dict.fromkeys(lines, 0), "other": 2, "batch": 2}
-    assert run["moved"].loaded == run["start"].state
-    assert run["other"].err == (
-        f"error: --data-path: the data differ from those of the checkpoint in {save}; allowed: the "
-        "same files, weights, split, sequence length and seed; or --override-data-path\n"
-    )
-    assert "--global-batch-size 4: the checkpoint in" in run["batch"].err
-    assert run["batch"].err.count("\n") == 1
-    assert run["wanted"].step == run["finetune"].step == 6
 
 
 def test_a_state_is_saved_once(tmp_path: Path) -> None:

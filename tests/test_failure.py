@@ -18,7 +18,7 @@ from distributed import run_ranks
 from dying_ranks import run_dying_ranks
 from pretraining import command_line, pretrain
 
-from megatron_edit import failure
+from megatron_edit import errors, failure
 from megatron_edit.ds_compat import default_store
 from megatron_edit.errors import ConfigurationError
 from megatron_edit.failure import HostPeers, RankFailedError, exit_on_failure, located
@@ -94,6 +94,30 @@ def test_other_errors_and_exits() -> None:
         raise SystemExit(2)
     with pytest.raises(ConfigurationError), located(lambda: "", Nobody()):  # type: ignore[arg-type]
         raise ConfigurationError("a user's mistake")
+
+
+@pytest.mark.parametrize(
+    ("rank", "local_rank", "per_host", "reports"),
+    [(0, 0, False, True), (8, 0, False, False), (8, 0, True, True), (9, 1, True, False)],
+)
+def test_ranks_that_keep_silent_wait_for_the_one_that_reports(
+    rank: int,
+    local_rank: int,
+    per_host: bool,
+    reports: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    # A launcher ends every rank as soon as the first has ended.
+    waits: list[float] = []
+    monkeypatch.setattr(errors.time, "sleep", waits.append)
+    monkeypatch.setenv("RANK", str(rank))
+    monkeypatch.setenv("LOCAL_RANK", str(local_rank))
+    with pytest.raises(SystemExit) as caught, errors.exit_on_configuration_error():
+        raise ConfigurationError("--lr: got 0", per_host=per_host)
+    assert caught.value.code == 2
+    assert capsys.readouterr().err == ("error: --lr: got 0\n" if reports else "")
+    assert waits == ([] if reports else [errors.REPORT_WITHIN_S])
 
 
 # --- a rank that is gone

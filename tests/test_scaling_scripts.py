@@ -265,12 +265,9 @@ def test_infeasible_plan(refused: Command, tmp_path: Path) -> None:
 
 def test_links_are_measured_and_used(command: Command, refused: Command, tmp_path: Path) -> None:
     links = tmp_path / "links.json"
-    subprocess.run(
-        [
-            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "scripts/plan_cluster.py", "--measure", str(links),
-        ],
-        cwd=ROOT, check=True, capture_output=True, timeout=240,
-    )  # fmt: skip
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    measure = ["--nproc-per-node", "2", "scripts/plan_cluster.py", "--measure", str(links)]
+    subprocess.run([*torchrun, *measure], cwd=ROOT, check=True, capture_output=True, timeout=240)
     measured = json.loads(links.read_text())
     assert measured["gbps"] > 0.01
     assert 0 <= measured["latency_ms"] < 1000

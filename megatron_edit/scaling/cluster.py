@@ -13,6 +13,8 @@ Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
 Count = Annotated[int, Field(ge=1)]
+EntryT = TypeVar("EntryT")
+NotEmpty = Annotated[tuple[EntryT, ...], Field(min_length=1)]
 
 
 class _Section(BaseModel):
@@ -107,9 +109,9 @@ class Search(_Section):
         512,
     )
     """H (tau), inner steps of a round."""
-    delays: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1)] = (0, 1, 4)
+    delays: NotEmpty[Annotated[int, Field(ge=0)]] = (0, 1, 4)
     """d, steps after which a synchronisation is applied."""
-    compressions: Annotated[tuple[Compression, ...], Field(min_length=1)] = ("none", "bf16", "int8")
+    compressions: NotEmpty[Compression] = ("none", "bf16", "int8")
     """Encodings of the pseudo gradient."""
     warmup_steps: Annotated[int, Field(ge=0)] = 1000
     """Synchronous steps at the start of a run of local SGD."""

@@ -1,4 +1,4 @@
-"""What the three commands share: one-line errors for flags, and for files that cannot be written."""
+"""What the three commands share: one-line errors for flags and for unwritable files."""
 
 import argparse
 import sys

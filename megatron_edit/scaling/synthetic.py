@@ -3,14 +3,13 @@
 python -m megatron_edit.scaling.synthetic --noise 0.001
 """
 
-import argparse
-
 import numpy as np
 
+from megatron_edit.scaling.command import Parser
 from megatron_edit.scaling.fit import Fit, fit_runs
 from megatron_edit.scaling.forms import Law, Points
 from megatron_edit.scaling.published import EPOCH, HOFFMANN_ROUNDED
-from megatron_edit.scaling.runs import Run
+from megatron_edit.scaling.runs import Run, Table
 
 RUNS = 245
 """As many as Hoffmann et al. 2022 fitted."""
@@ -52,16 +51,33 @@ def coverage(truth: Law, noise: float, repetitions: int, resamples: int) -> dict
     return hits
 
 
+def recovery(truth: Law, noise: float, sets: int) -> dict[str, float]:
+    """Returns the largest relative error of each parameter over several sets of runs."""
+    largest = dict.fromkeys(truth.values(), 0.0)
+    for seed in range(sets):
+        table = Table.of(synthetic_runs(truth, noise, seed))
+        theta = truth.form.fit(table.points, table.log_loss, np.ones(len(table)))
+        for name, value in Law(truth.form, theta).values().items():
+            error = abs(value / truth.values()[name] - 1.0)
+            largest[name] = max(largest[name], error)
+    return largest
+
+
 def main() -> None:
-    """Prints the coverage of the intervals; 100 repetitions take a few minutes."""
-    parser = argparse.ArgumentParser(description="Coverage of the bootstrap's 95 % intervals.")
+    """Prints errors of the fits, and the coverage of the intervals, which takes minutes."""
+    parser = Parser(__doc__)
     parser.add_argument("--noise", type=float, default=1e-3, help="of ln L (0.001)")
-    parser.add_argument("--repetitions", type=int, default=100, help="(100)")
+    parser.add_argument("--sets", type=int, default=20, help="for the errors (20)")
+    parser.add_argument("--repetitions", type=int, default=100, help="for the coverage (100)")
     parser.add_argument("--resamples", type=int, default=200, help="of each bootstrap (200)")
     args = parser.parse_args()
-    for name, law in (("Epoch", EPOCH), ("Hoffmann", HOFFMANN_ROUNDED)):
-        hits = coverage(law, args.noise, args.repetitions, args.resamples)
-        print(f"{name}, noise {args.noise:g}: of {args.repetitions} intervals hold {hits}")
+    for name, law in (("Besiroglu", EPOCH), ("Hoffmann", HOFFMANN_ROUNDED)):
+        errors = recovery(law, args.noise, args.sets)
+        words = ", ".join(f"{label} {100 * error:.2f} %" for label, error in errors.items())
+        print(f"{name}, noise {args.noise:g}: largest errors of {args.sets} sets: {words}")
+        if args.repetitions:
+            hits = coverage(law, args.noise, args.repetitions, args.resamples)
+            print(f"{name}: of {args.repetitions} intervals hold the truth: {hits}")
 
 
 if __name__ == "__main__":
