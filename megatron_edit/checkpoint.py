@@ -119,7 +119,8 @@ def _check_phase(args: Namespace, state: dict[str, Any]) -> None:
 
 
 def check_data(args: Namespace, state: dict[str, Any] | None, data: str) -> None:
-    """Refuses to resume on other data than the checkpoint's, unless told to.
+    """Refuses to resume on other data than the checkpoint's, unless told to. Warns of another
+    length of the run.
 
     Raises:
         ConfigurationError: The data, or the samples of a step, differ.
@@ -136,6 +137,12 @@ def check_data(args: Namespace, state: dict[str, Any] | None, data: str) -> None
             f"--global-batch-size {args.global_batch_size}: the checkpoint in {args.load} has "
             f"{state['global_batch_size']}, by which its steps count samples; allowed: the same; "
             "or --override-data-path"
+        )
+    if state["train_samples"] != args.train_samples and args.rank == 0:
+        print(
+            f"warning: the checkpoint's run has {state['train_samples']} samples, this one "
+            f"{args.train_samples}: with several epochs they come in another order",
+            flush=True,
         )
 
 
@@ -253,6 +260,7 @@ def _state(args: Namespace, engine: SyncEngine, data: str) -> dict[str, Any]:
         "has_anchor": bool(engine.outer),
         "in_flight": in_flight.describe_rounds(engine),
         "global_batch_size": args.global_batch_size,
+        "train_samples": args.train_samples,
         "consumed_samples": engine.consumed_samples,
         "model": {name: getattr(args, name) for name in SHAPE},
         "layout": {name: getattr(args, name) for name in LAYOUT},

@@ -84,7 +84,9 @@ def located(where: Callable[[], str], peers: HostPeers) -> Iterator[None]:
     except ConfigurationError:
         raise
     except Exception as error:
-        lines = str(error).strip().splitlines() or [type(error).__name__]
+        # gloo goes on with advice; the line is long enough without.
+        text = str(error).partition(" This is typically caused by")[0]
+        lines = text.strip().splitlines() or [type(error).__name__]
         # Group and phase are in the message of a SyncError, the type of another error helps.
         kind = "" if is_communication(error) else f"{type(error).__name__}: "
         message = f"{where()}: {kind}{lines[0]}"
@@ -116,9 +118,12 @@ def exit_on_failure() -> Iterator[None]:
 
 
 def is_communication(error: BaseException) -> bool:
-    """Whether an error says that other ranks cannot be reached."""
+    """Whether an error, or what it was raised from, says that other ranks cannot be reached."""
     if isinstance(error, SyncError | dist.DistError | ConnectionError):
         return True
     # gloo and NCCL raise plain RuntimeErrors out of FSDP2's and the pipeline's collectives.
     text = str(error).lower()
-    return isinstance(error, RuntimeError) and any(word in text for word in _COMMUNICATION)
+    if isinstance(error, RuntimeError) and any(word in text for word in _COMMUNICATION):
+        return True
+    # megatron-core's dataset builder wraps whatever happens in it.
+    return error.__cause__ is not None and is_communication(error.__cause__)

@@ -172,7 +172,10 @@ def test_a_longer_run_goes_on_from_the_end_of_a_shorter_one(tmp_path: Path) -> N
     # The shorter run ends after step 12 with a synchronisation, and a round would end there too.
     short = f"{RESUMABLE} --train-iters 12 --lr-decay-iters 20 --save {tmp_path}"
     longer = f"{RESUMABLE} --train-iters 20 --lr-decay-iters 20 --load {tmp_path}"
-    for first, second in run_ranks(_pretrain_all, 2, [short, longer]):
+    results = run_ranks(_pretrain_all, 2, [short, longer])
+    assert "warning: the checkpoint's run has 48 samples, this one 80" in results[0][1].out
+    assert "warning" not in results[0][0].out + results[1][1].out
+    for first, second in results:
         assert second.code == 0 and second.step == 20
         assert second.loaded == first.state
         # One more after step 16 and the one at the end: nothing is synchronised twice.

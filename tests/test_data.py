@@ -13,6 +13,7 @@ import torch
 import torch.multiprocessing as mp
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
+from megatron_edit.config import EditConfig
 from megatron_edit.data import (
     SampleOrder,
     build_datasets,
@@ -63,6 +64,7 @@ def arguments(*paths: str, **changes: Any) -> Namespace:
         "train_samples": None,
         "eval_iters": 2,
         "num_workers": 0,
+        "edit": EditConfig(),
     }
     return Namespace(**(values | changes))
 
@@ -384,3 +386,12 @@ def test_largest_token_looks_at_both_ends(tmp_path: Path, size: int) -> None:
         ids.flush()
         assert largest_token(str(tmp_path / "x"), np.uint16) == 7
         ids[position] = 0
+
+
+def test_by_the_clock_every_replica_could_do_the_whole_run(prefix: str) -> None:
+    by_clock = EditConfig(sync_trigger="time")
+    usual, timed = (
+        build_datasets(arguments("1", prefix, replicas=2, **changes), TOKENIZER)[0]
+        for changes in ({}, {"edit": by_clock})
+    )
+    assert len(timed) >= 2 * 5 * 24 > len(usual) >= 5 * 24

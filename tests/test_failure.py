@@ -59,6 +59,11 @@ def _fail(error: Exception) -> None:
         raise error
 
 
+def caused(error: Exception, cause: Exception) -> Exception:
+    error.__cause__ = cause
+    return error
+
+
 CLOSED = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer"
 
 
@@ -67,6 +72,8 @@ CLOSED = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection 
     [
         (RuntimeError(f"{CLOSED} [127.0.0.1]:1234"), f"{CLOSED} [127.0.0.1]:1234", False),
         (SyncError("round 3 failed\nmore"), "round 3 failed", False),
+        (SyncError("Closed. This is typically caused by a crash."), "Closed.", False),
+        (caused(Exception("no data"), RuntimeError(CLOSED)), "no data", False),
         (dist.DistBackendError("NCCL error"), "NCCL error", False),
         (RuntimeError("shapes differ\nhere"), "RuntimeError: shapes differ", True),
         (ZeroDivisionError(), "ZeroDivisionError: ZeroDivisionError", True),

@@ -20,6 +20,7 @@ sys.path.insert(0, str(ROOT / "scripts"))
 
 import make_config_docs  # noqa: E402
 import make_pictures  # noqa: E402
+import simulate_run  # noqa: E402
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FOLDERS = (
@@ -123,7 +124,8 @@ def test_flags_exist(page: Path) -> None:
         for script in [*(ROOT / "scripts").glob("*.py"), *(ROOT / "benchmarks").glob("*.py")]
         for flag in re.findall(r"\"(--[\w-]+)\"", script.read_text())
     }
-    known = {*known_flags(), *own, *LAUNCHER_FLAGS, "--help"}
+    made = {"--" + name.replace("_", "-") for name in simulate_run.DIRECT}
+    known = {*known_flags(), *own, *made, *LAUNCHER_FLAGS, "--help"}
     for flag in re.findall(r"(?<![\w-])--[a-z][\w-]*", page.read_text()):
         # `--edit-*` stands for all of them.
         assert flag in known or flag == "--edit-", f"{page.name}: {flag}"

@@ -264,6 +264,16 @@ def test_sigterm_to_one_rank_stops_all_with_a_checkpoint(tmp_path: Path) -> None
     assert f"stopped at step {runs[0].step}: SIGTERM\nsaved {tmp_path}" in runs[0].out
 
 
+def test_sigterm_calls_replicas_that_run_by_the_clock_together(tmp_path: Path) -> None:
+    # Without the signal they would not meet for a minute.
+    line = f"--edit-method a_edit --edit-sync-seconds 60 --log-interval 20 --save {tmp_path}"
+    runs = run_ranks(_interrupted, 2, f"{line} --train-iters 100000 --exit-signal-handler")
+    assert [run.code for run in runs] == [0, 0]
+    # Saved where they met, which is half of what both have done.
+    assert newest(tmp_path) == sum(run.step for run in runs) // 2
+    assert f"stopped at step {newest(tmp_path)}: SIGTERM\nsaved {tmp_path}" in runs[0].out
+
+
 def _out_of_time(line: str) -> Run:
     """A minute passes every second step of rank 1; no time does on rank 0."""
     slow = Namespace(now=0.0)
