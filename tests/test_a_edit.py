@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from distributed import run_ranks
 from harness import Case, Training, digest, run_reference, start
 

@@ -42,11 +42,11 @@ BAD_VALUES = [
     ({"sync_prefetch": 0}, "edit.sync_prefetch: got 0; allowed: an integer >= 1"),
     ({"outer_nesterov": None}, "edit.outer_nesterov: got null; allowed: true or false"),
     ({"detector": "pear"}, "allowed: one of none, paper, history, peer, robust; did you mean 'pe"),
-    ({"sync_trigger": "step"}, "edit.sync_trigger: got 'step'; allowed: one of steps, time, never; did"),
+    ({"sync_trigger": "step"}, "edit.sync_trigger: got 'step'; allowed: one of steps, time, never"),
     ({"eval_on": "remote"}, "edit.eval_on: got 'remote'; allowed: one of local, anchor"),
     ({"weighting": "norms"}, "did you mean 'norm'?"),
     ({"method": "edti"}, "edit.method: unknown name 'edti'; did you mean 'edit'?"),
-    ({"method": "zzz"}, "edit.method: unknown name 'zzz'; allowed: sync, local_sgd, post_local_sgd"),
+    ({"method": "zzz"}, "edit.method: unknown name 'zzz'; allowed: sync, local_sgd"),
     ({"method": ["edit"]}, "edit.method: unknown name ['edit']; did you mean 'edit'?"),
     ({"sync_intervall": 8}, "edit.sync_intervall: unknown name 'sync_intervall'; did you mean 's"),
     (

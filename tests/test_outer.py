@@ -95,7 +95,7 @@ def test_updates_views_of_a_larger_buffer() -> None:
 
 
 def test_missing_momentum_is_refused() -> None:
-    with pytest.raises(ValueError, match="momentum 0.9"):
+    with pytest.raises(ValueError, match=r"momentum 0\.9"):
         outer_step_(torch.ones(2), None, torch.ones(2), 0.7, 0.9, True, YES)
 
 

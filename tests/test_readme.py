@@ -35,7 +35,8 @@ FOLDERS = (
 )
 LAUNCHER_FLAGS = [
     "--num_accelerators", "--no_ssh", "--node_rank", "--master_addr", "--master_port",
-    "--nnodes", "--nproc_per_node",
+    "--nnodes", "--nproc_per_node", "--nproc-per-node", "--node-rank", "--master-addr",
+    "--master-port",
 ]  # fmt: skip
 # Command in the README -> the test that tries it.
 COMMANDS = {

@@ -208,8 +208,11 @@ class Controller:
 
     def _tell(self, key: tuple[str, int], steps: int | None) -> None:
         _, rank = self._ranks[key]
-        rank.write(json.dumps({"steps": steps}) + "\n")
-        rank.flush()
+        try:
+            rank.write(json.dumps({"steps": steps}) + "\n")
+            rank.flush()
+        except BrokenPipeError:
+            raise RankLostError(f"{key[0]}: rank {key[1]} ended") from None
 
     def _answer(self, key: tuple[str, int], timeout_s: float) -> dict[str, Any]:
         connection, rank = self._ranks[key]
