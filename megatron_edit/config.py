@@ -81,7 +81,8 @@ class EditConfig(BaseModel):
     peer_floor: Annotated[float, Field(ge=0)] = 0.3
     """Least distance above the median, as a fraction of it, at which the peer test excludes."""
     readmit_after: PositiveInt = 5
-    """Exclusions of a finite norm in a row after which a z-test starts its statistics anew."""
+    """Exclusions of a finite norm in a row after which a z-test starts its statistics anew. Where
+    it excludes all replicas, that happens before max_consecutive_rollbacks would end the run."""
     clip: PositiveFloat | None = 10.0
     """Largest norm of a unit's averaged pseudo gradient; larger ones are scaled down to it.
     none = off."""

@@ -44,6 +44,8 @@ class DetectorOptions(Protocol):
     def peer_floor(self) -> float: ...
     @property
     def readmit_after(self) -> int: ...
+    @property
+    def max_consecutive_rollbacks(self) -> int: ...
 
 
 class WeightOptions(Protocol):
@@ -162,7 +164,8 @@ def verdicts(
         accepted = accepted & ~flagged
         following = _update_statistics(state, value, known & accepted, cfg)
         following = _update_row(following, moved, flagged)
-        reseed = flagged & ~outlier & (following.flags_in_row >= cfg.readmit_after)
+        patience = _patience(flagged, cfg)
+        reseed = flagged & ~outlier & (following.flags_in_row >= patience)
         following = _reseed(following, norms, per_step, reseed, cfg)
     else:
         following = state
@@ -328,6 +331,16 @@ def _update_row(state: DetectorState, moved: Tensor, flagged: Tensor) -> Detecto
     # A NaN, or a replica that stood still, says nothing about the regime: the row goes on.
     row = torch.where(flagged, state.flags_in_row + 1, 0)
     return replace(state, flags_in_row=torch.where(moved, row, state.flags_in_row))
+
+
+def _patience(flagged: Tensor, cfg: DetectorOptions) -> Tensor:
+    """How many flags in a row a replica gets before its statistics start anew, `[U]`.
+
+    Where every replica is flagged, with finite norms and by its own history alone, it is the regime
+    that has changed: that must end before the rollbacks of the unit end the run.
+    """
+    before_the_end = max(1, min(cfg.readmit_after, cfg.max_consecutive_rollbacks - 1))
+    return torch.where(flagged.all(dim=0), before_the_end, cfg.readmit_after)
 
 
 def _reseed(

@@ -48,6 +48,7 @@ class Options:
     peer_threshold: float = 10.0
     peer_floor: float = 0.3
     readmit_after: int = 5
+    max_consecutive_rollbacks: int = 100
 
 
 def column(values: Iterable[float]) -> Tensor:
@@ -295,6 +296,26 @@ def test_readmission_after_five_flags_in_a_row(detector: str) -> None:
     flags, state = replay([[8.1] * 3] * 12, cfg, state)
     assert flags == []
     assert state.consecutive_rollbacks.item() == 0
+
+
+@pytest.mark.parametrize("detector", ["paper", "history", "robust"])
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+def test_a_change_of_regime_does_not_end_the_run(detector: str, replicas: int) -> None:
+    cfg = Options(detector, max_consecutive_rollbacks=3)
+    _, state = replay([[1.0] * replicas, [1.01] * replicas] * 6, cfg)
+    flags, state = replay([[8.0] * replicas] * 2, cfg, state)
+    assert len(flags) == 2 * replicas
+    assert state.consecutive_rollbacks.item() == 2
+    flags, state = replay([[8.0] * replicas] * 3, cfg, state)
+    assert flags == []
+    assert state.consecutive_rollbacks.item() == 0
+
+
+def test_non_finite_norms_of_all_replicas_are_no_regime() -> None:
+    cfg = Options("robust", max_consecutive_rollbacks=3)
+    _, state = replay([[1.0] * 2, [1.01] * 2] * 6, cfg)
+    _, state = replay([[NAN, NAN]] * 4, cfg, state)
+    assert state.consecutive_rollbacks.item() == 4
 
 
 def test_a_row_is_broken_by_an_ordinary_value_but_not_by_nan() -> None:
