@@ -11,4 +11,4 @@ if [ $# -eq 0 ]; then
   ruff format --check .
   mypy megatron_edit pretrain_edit.py
 fi
-python -m pytest "$@"
+python -m pytest --durations=15 "$@"
