@@ -33,6 +33,7 @@ from megatron_edit.mesh import Mesh
 from megatron_edit.optimizer import EDiTDistributedOptimizer, like_parameter
 from megatron_edit.sync import SyncEngine
 from megatron_edit.trigger import build_trigger
+from megatron_edit.units import local_of
 
 TRACKER = "latest_checkpointed_iteration.txt"
 FORMAT = 1
@@ -103,12 +104,20 @@ def _read_whole(root: Path) -> dict[str, Any]:
 
 
 def _check_phase(args: Namespace, state: dict[str, Any]) -> None:
-    """Refuses to average gradients over replicas whose parameters differ."""
+    """Refuses a phase or a trigger that the replicas of the checkpoint cannot enter together."""
+    steps = state["replica_steps"]
+    by_clock = args.edit.sync_trigger == "time"
+    lockstep = not by_clock or build_trigger(args.edit).synchronous(min(steps))
+    if len(set(steps)) > 1 and lockstep and not args.finetune:
+        raise ConfigurationError(
+            f"--load: the replicas of the checkpoint in {args.load} have done {steps} steps; "
+            f"allowed: edit.sync_trigger time with edit.warmup_steps <= {min(steps)}, or --finetune"
+        )
     consolidates = args.finetune or args.no_load_optim
     if (
         state["has_anchor"]
         and not consolidates
-        and build_trigger(args.edit).synchronous(min(state["replica_steps"]))
+        and build_trigger(args.edit).synchronous(min(steps))
     ):
         raise ConfigurationError(
             f"edit.warmup_steps {args.edit.warmup_steps} (method {args.edit.method}): the "
@@ -240,11 +249,15 @@ def load(
             engine.create_anchor(verify=False)
         in_flight.restore_rounds(engine, state["in_flight"])
         own = _replica_tensors(optimizer, mesh) | _rank_tensors(engine, args.rank)
-        _load_into(folder, own | _shared_tensors(optimizer, mesh))
+        shared = _shared_tensors(optimizer, mesh)
+        _load_into(folder, own | shared)
+        _bring_home(engine, shared, mesh)
         engine.steps_in_round = int(own[f"replica{mesh.replica}.steps_in_round"])
     if not args.finetune:
         engine.step = state["replica_steps"][mesh.replica]
         engine.round = state["round"]
+        if engine.meetings is not None:
+            engine.meetings.steps = list(state["replica_steps"])
         if not args.no_load_rng:
             rng = _rng_tensors(args.rank)
             _load_into(folder, rng)
@@ -326,6 +339,20 @@ def _shared_tensors(optimizer: EDiTDistributedOptimizer, mesh: Mesh) -> dict[str
     under_way = _named("shared", in_flight.shared_tensors(engine), mesh)
     outer = _named("anchor", anchors, mesh) | _named("outer_momentum", momenta, mesh)
     return outer | detector | under_way
+
+
+def _bring_home(engine: SyncEngine, shared: dict[str, torch.Tensor], mesh: Mesh) -> None:
+    """Copies a loaded outer state to where it lives, if that is not the device: a DTensor of an
+    offloaded buffer is a copy on the device of its mesh."""
+    for state in engine.outer:
+        for prefix, flat in (("anchor", state.anchor), ("outer_momentum", state.momentum)):
+            if flat is None:
+                continue
+            views = dict(zip(state.unit.parameters, state.unit.views(flat), strict=True))
+            for name, loaded in _named(prefix, views, mesh).items():
+                local = local_of(shared[name])
+                if local.data_ptr() != loaded.data_ptr():
+                    loaded.copy_(local)
 
 
 def _load_into(folder: Path, tensors: dict[str, torch.Tensor]) -> None:

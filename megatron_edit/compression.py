@@ -146,7 +146,7 @@ class Background:
             chain()
             finished = torch.cuda.Event()
             finished.record()
-        return _OnStream(finished)
+        return _OnStream(finished, chain)
 
 
 class _InThread:
@@ -158,8 +158,10 @@ class _InThread:
 
 
 class _OnStream:
-    def __init__(self, finished: torch.cuda.Event) -> None:
-        self._finished = finished
+    def __init__(self, finished: torch.cuda.Event, chain: Callable[[], None]) -> None:
+        # The chain holds its inputs: given back earlier, their memory would be used again while
+        # the background stream still reads it.
+        self._finished, self._chain = finished, chain
 
     def wait(self) -> None:
         torch.cuda.current_stream().wait_event(self._finished)

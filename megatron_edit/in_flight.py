@@ -56,6 +56,8 @@ def restore_rounds(engine: SyncEngine, descriptions: list[dict[str, Any]]) -> No
 def shared_tensors(engine: SyncEngine) -> dict[str, torch.Tensor]:
     """What all replicas agree on: averaged pseudo gradients and decisions, by name."""
     tensors: dict[str, torch.Tensor] = {}
+    if engine.config.delay_round:
+        tensors = {f"moved.{state.unit.name}": state.moved for state in engine.outer}
     for position, round_ in enumerate(engine.flying):
         for number, table in enumerate(round_.record.decision):
             tensors[f"flight{position}.decision{number}"] = table
@@ -81,6 +83,10 @@ def replica_tensors(engine: SyncEngine) -> dict[str, torch.Tensor]:
 def rank_tensors(engine: SyncEngine) -> dict[str, torch.Tensor]:
     """What is a rank's own: what its compression has lost so far, by unit."""
     tensors: dict[str, torch.Tensor] = {}
+    for round_ in engine.flying:
+        for flight in round_.flights.values():
+            # It writes them until it is done.
+            flight.pending.wait()
     for state in engine.outer:
         if state.compressor is not None:
             tensors[f"{state.unit.name}.error"] = state.compressor.error

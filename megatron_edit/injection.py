@@ -128,7 +128,8 @@ class Injection:
                 unit.locals[0].view(-1)[:1] = float(poison.kind)
         elif poison.kind == "scale":
             for state in engine.outer:
-                state.unit.copy_from(state.anchor - SCALE * state.pseudo_gradient())
+                delta = state.pseudo_gradient()
+                state.unit.copy_from(state.anchor.to(delta.device) - SCALE * delta)
 
     def spoil(
         self, batches: Iterator[dict[str, torch.Tensor]], engine: SyncEngine, vocabulary: int
@@ -146,11 +147,16 @@ class Injection:
                 batch = {**batch, **_random_tokens(batch, vocabulary)}
             yield batch
 
+    def settle(self) -> None:
+        """Waits for the device of a slow replica, so that its steps can be timed on the host."""
+        if self._factor > 1 and torch.cuda.is_available():
+            torch.cuda.synchronize()
+
     def after_step(self, seconds: float) -> None:
         """Waits for as long as a slow replica would have computed on.
 
         Args:
-            seconds: What the step took, without waiting for other replicas.
+            seconds: What the step took, without the meeting of the replicas at its start.
         """
         if self._factor > 1:
             time.sleep((self._factor - 1) * seconds)

@@ -28,6 +28,7 @@ class Meetings:
     def __init__(self, trigger: TimeTrigger, mesh: Mesh, min_round_steps: int) -> None:
         self._trigger, self._mesh, self._min_round_steps = trigger, mesh, min_round_steps
         self.steps = [0] * mesh.replicas
+        self._steps_at_round = 0
         self.stop = False
         self.wants_stop = False
 
@@ -35,6 +36,7 @@ class Meetings:
         """Begins the first round of a run: all replicas leave the synchronous phase, or resume."""
         gathered = self._mesh.sync.all_gather_on_host([float(step)], "beginning the first round")
         self.steps = [int(row[0]) for row in gathered]
+        self._steps_at_round = sum(self.steps)
         self._trigger.restart()
 
     def due(self, step: int) -> bool:
@@ -53,11 +55,12 @@ class Meetings:
             [float(step), float(self._wants_stop_in_replica())], "meeting the other replicas"
         )
         self._trigger.restart()
-        before = sum(self.steps)
-        steps = [int(row[0]) for row in gathered]
+        self.steps = [int(row[0]) for row in gathered]
         self.stop = any(row[1] > 0 for row in gathered)
-        long_enough = sum(steps) - before >= self._min_round_steps
-        self.steps = steps
+        # A meeting that synchronises nothing does not end the round.
+        long_enough = sum(self.steps) - self._steps_at_round >= self._min_round_steps
+        if long_enough:
+            self._steps_at_round = sum(self.steps)
         return long_enough
 
     def _wants_stop_in_replica(self) -> bool:

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from torch import nn
@@ -85,9 +84,7 @@ class EDiTDistributedOptimizer(MegatronOptimizer):
         gradients = [zero if shard.grad is None else shard.grad for shard in self._shards.values()]
         norms = torch.stack(torch._foreach_norm(gradients))
         total = (norms.square() * self._counted).sum()
-        if self.mesh.replica_size > 1:
-            dist.all_reduce(total, group=self.mesh.worker_group)
-        return total.sqrt()
+        return self.engine.sum_in_order(total, self.mesh.worker_group).sqrt()
 
     def step_with_ready_grads(self) -> bool:
         """Updates the parameters from the gradients handed over."""

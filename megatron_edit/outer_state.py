@@ -73,6 +73,8 @@ class OuterState:
         unit.copy_to(anchor)
         self.anchor = self._at_home(anchor)
         self.momentum = self._at_home(torch.zeros_like(anchor)) if has_momentum(config) else None
+        # Whether the last landing moved the anchor, and did not roll it back.
+        self.moved = torch.zeros((), dtype=torch.bool, device=self._device)
         # With offloading: anchor and momentum on the device, from launch to landing.
         self._visiting: tuple[torch.Tensor, torch.Tensor | None] | None = None
         self.compressor: Compressor | None = None
@@ -107,6 +109,9 @@ class OuterState:
         """
         anchor, _ = self._visit()
         payload = contribution_(self._difference(anchor), decision.weight)
+        if keeps_progress or self._config.delay_round:
+            # Steps lie between now and the landing, for which the outer state comes back.
+            self._visiting = None
         departure = None
         if keeps_progress:
             departure = torch.empty_like(payload)
@@ -128,7 +133,7 @@ class OuterState:
         payload = flight.payload
         if self._config.delay_round:
             _, momentum = self._visit()
-            payload.sub_(momentum, alpha=self._config.outer_lr)
+            payload.sub_(torch.where(self.moved, momentum, 0.0), alpha=self._config.outer_lr)
         return payload.div_(self._config.staleness_gap_penalty)
 
     def land(self, flight: Flight, decision: Decision) -> torch.Tensor:
@@ -152,6 +157,7 @@ class OuterState:
             decision.any_accepted,
             momentum_clip=self._config.outer_momentum_clip,
         )
+        self.moved.copy_(decision.any_accepted)
         self._follow(anchor, flight.departure, decision.accepted)
         self._leave()
         squares = [self.squared_norm(buffer) for buffer in (anchor, momentum) if buffer is not None]

@@ -280,7 +280,9 @@ class SyncEngine:
         if self.mesh.replica_size > 1:
             dist.all_reduce(squares, group=self.mesh.worker_group)
         samples = self.steps_in_round * self.samples_per_step
-        counts = squares.new_tensor([self.steps_in_round, samples, self._order_hash])
+        # Filled, not copied: a copy from the host would wait for the device.
+        numbers = (self.steps_in_round, samples, self._order_hash)
+        counts = torch.cat([squares.new_full((1,), float(number)) for number in numbers])
         gathered = self.mesh.sync.all_gather(
             torch.cat([squares.sqrt(), counts]), f"exchanging norms in round {self.round}"
         )
@@ -340,7 +342,7 @@ class SyncEngine:
             self._depart_until(round_, 0)
             self._land(self.outer[0])
         elif self.config.clip is not None:
-            self._sum_in_order(torch.zeros((), device=self.device), self.mesh.worker_group)
+            self.sum_in_order(torch.zeros((), device=self.device), self.mesh.worker_group)
 
     def _land(self, state: OuterState) -> None:
         """Waits for one unit's all-reduce and applies it."""
@@ -356,7 +358,7 @@ class SyncEngine:
         square = state.squared_norm(delta)
         if self.config.clip is not None:
             group = self.mesh.worker_group if unit.spans_stages else self.mesh.stage_group
-            norm = self._sum_in_order(square, group).sqrt()
+            norm = self.sum_in_order(square, group).sqrt()
             delta.mul_(penalty.clip_coefficient(norm, self.config.clip))
         decision = round_.decision(self.mesh.replica, unit.index)
         round_.record.applied(unit.index, square, state.land(flight, decision))
@@ -374,9 +376,9 @@ class SyncEngine:
         for chunk in self._chunks:
             chunk.release()
 
-    def _sum_in_order(self, value: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    def sum_in_order(self, value: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         """Sums a 0-dim value over ranks of the replica, in an order that all replicas share: an
-        all-reduce may choose another order in another replica, and the anchors would part."""
+        all-reduce may choose another order in another replica, and the replicas would part."""
         if group.size() == 1:
             return value
         gathered = value.new_empty(group.size())

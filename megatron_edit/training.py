@@ -174,6 +174,7 @@ class Trainer:
         self.phase = "forward and backward"
         self.injection.before_step(self.engine)
         self.optimizer.zero_grad()
+        self.injection.settle()
         started_s = time.perf_counter()
         for chunk in self.chunks:
             chunk.train()
@@ -183,6 +184,7 @@ class Trainer:
         _, self._grad_norm, _ = self.optimizer.step()
         self.scheduler.step(self.engine.consumed_samples - self.scheduler.num_steps)
         self._totals.add(_mean(losses, self.engine.device), self._grad_norm)
+        self.injection.settle()
         self.injection.after_step(time.perf_counter() - started_s)
         if self.engine.together:
             self._before, self.iteration = self.iteration, self._iteration()
@@ -267,8 +269,9 @@ class Trainer:
             losses=losses.tolist(),
             grad_norm=float(counts[0, 1]),
             skipped=int(counts[:, 0].sum()),
-            nan_iterations=math.ceil(nans.sum()),
-            most_nans_in_row=[math.ceil(most) for most in most_nans.tolist()],
+            # A little less: a mean over S ranks may be off by a rounding.
+            nan_iterations=sum(math.ceil(count - 1e-3) for count in nans.tolist()),
+            most_nans_in_row=[math.ceil(most - 1e-3) for most in most_nans.tolist()],
             sync_round=engine.round,
             exposed_ms=totals.exposed_ms / max(totals.steps, 1),
             tflops=flops_per_token(self.args) * tokens_per_rank / step_s / 1e12,
