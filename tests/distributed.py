@@ -43,6 +43,7 @@ def _rank_main(
         MASTER_PORT=str(port),
     )
     torch.set_num_threads(1)
+    parent = os.getppid()
     try:
         cpu.install()
         dist.init_process_group("gloo", rank=rank, world_size=world)
@@ -50,9 +51,12 @@ def _rank_main(
     except BaseException:
         results.put((rank, False, traceback.format_exc()))
     finally:
-        # Peers of a failed rank would wait for it in their next collective.
         results.close()
         results.join_thread()
+        # Rank 0 serves the store that slower ranks still build groups with: no rank leaves before
+        # the test has all results and kills them.
+        while os.getppid() == parent:
+            time.sleep(0.05)
         os._exit(0)
 
 
