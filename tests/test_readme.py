@@ -51,6 +51,7 @@ COMMANDS = {
         "test_7b_commands"
     ),
     "torchrun --nproc_per_node 4 -m examples.megatron_loop": "test_example.py",
+    "python scripts/plan_cluster.py examples/clusters/two_clusters_10gbps.yaml": "test_planner",
     "python scripts/generate_text.py --load runs/quickstart/edit_tiny_cpu_360/checkpoints": (
         "test_quick_start"
     ),
@@ -96,6 +97,11 @@ def commands(page: Path) -> list[str]:
 
 def test_every_command_of_the_readme_has_its_test() -> None:
     assert commands(ROOT / "README.md") == sorted(COMMANDS)
+
+
+def test_planner() -> None:
+    text = shell("python scripts/plan_cluster.py examples/clusters/two_clusters_10gbps.yaml")
+    assert "--edit-sync-interval" in text or "sync_interval" in text
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
