@@ -19,6 +19,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
+from megatron_edit.conditional import copy_if_
 from megatron_edit.sync_group import Pending, SyncGroup
 
 # Values that share one fp32 scale in int8.
@@ -109,16 +110,16 @@ class Compressor:
     ) -> None:
         padded = payload.new_zeros(self._part * self._sync.size)
         own = padded[: self._numel]
-        torch.where(accepted, payload + self.error, payload, out=own)
+        copy_if_(own.copy_(payload), accepted, payload + self.error)
         parts = padded.view(self._sync.size, self._part)
         encoded = encode(parts, self._compression)
         kept = own - decode(encoded, self._compression).view(-1)[: self._numel]
-        self.error.copy_(torch.where(accepted, kept, self.error))
+        copy_if_(self.error, accepted, kept)
         received = self._sync.all_to_all(encoded.view(-1), phase)
         total = decode(received, self._compression).sum(dim=0) + self.sum_error
         encoded_total = encode(total.unsqueeze(0), self._compression)
         kept = total - decode(encoded_total, self._compression).view(-1)
-        self.sum_error.copy_(torch.where(any_accepted, kept, self.sum_error))
+        copy_if_(self.sum_error, any_accepted, kept)
         gathered = self._sync.all_gather(encoded_total.view(-1), phase, payload=True)
         payload.copy_(decode(gathered, self._compression).view(-1)[: self._numel])
 

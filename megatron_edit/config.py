@@ -108,7 +108,7 @@ class EditConfig(BaseModel):
     compression: Literal["none", "bf16", "int8"] = "none"
     """Encoding of pseudo gradients between replicas: fp32 (`none`), or fewer bytes with error
     feedback: 2x (`bf16`) or about 4x (`int8`, one scale per 256 values)."""
-    sync_prefetch: PositiveInt = 1
+    sync_prefetch: PositiveInt = 3
     """Units whose all-reduce is in flight ahead of the unit that computes."""
     offload_outer_state: bool = False
     """Whether anchor and outer momentum live in pinned host memory."""

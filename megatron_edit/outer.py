@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megatron_edit.conditional import copy_if_
+
 
 @torch.no_grad()
 def outer_step_(
@@ -40,7 +42,6 @@ def outer_step_(
     """
     if momentum is None and (mu != 0 or momentum_clip is not None):
         raise ValueError(f"outer momentum {mu}, clip {momentum_clip}: needs a momentum buffer")
-    # Selected, never multiplied: 0 * NaN is NaN, and -0.0 + 0.0 loses the sign bit.
     chosen = apply if apply.dtype == torch.bool else apply != 0
     update = pseudo_grad
     if momentum is None:
@@ -50,10 +51,10 @@ def outer_step_(
         scratch = torch.mul(momentum, mu).add_(pseudo_grad)
         if momentum_clip is not None:
             scratch.clamp_(-momentum_clip, momentum_clip)
-        torch.where(chosen, scratch, momentum, out=momentum)
+        copy_if_(momentum, chosen, scratch)
         if nesterov and mu != 0:
             update = torch.add(pseudo_grad, momentum, alpha=mu, out=scratch)
         else:
             update = momentum
     torch.add(anchor, update, alpha=-lr, out=scratch)
-    torch.where(chosen, scratch, anchor, out=anchor)
+    copy_if_(anchor, chosen, scratch)

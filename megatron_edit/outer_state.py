@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron_edit.compression import Background, Compressor
+from megatron_edit.conditional import zero_if_
 from megatron_edit.config import EditConfig
 from megatron_edit.outer import outer_step_
 from megatron_edit.penalty import contribution_
@@ -134,7 +135,8 @@ class OuterState:
         if self._config.delay_round:
             _, momentum = self._visit()
             payload.sub_(torch.where(self.moved, momentum, 0.0), alpha=self._config.outer_lr)
-        return payload.div_(self._config.staleness_gap_penalty)
+        penalty = self._config.staleness_gap_penalty
+        return payload if penalty == 1 else payload.div_(penalty)
 
     def land(self, flight: Flight, decision: Decision) -> torch.Tensor:
         """Outer step with the flight's payload as the gradient; the parameters follow the anchor.
@@ -174,8 +176,8 @@ class OuterState:
             return
         torch._foreach_sub_(self.unit.views(departure), self.unit.locals)
         # An excluded replica's progress starts from parameters that nobody wants back.
-        departure.masked_fill_(~accepted, 0.0)
-        self.unit.copy_from(anchor - departure)
+        zero_if_(departure, ~accepted)
+        self.unit.copy_from(torch.sub(anchor, departure, out=departure))
 
     def _difference(self, anchor: torch.Tensor) -> torch.Tensor:
         delta = anchor.clone()

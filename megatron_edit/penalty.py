@@ -17,6 +17,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from megatron_edit.conditional import zero_if_
+
 # 1 / the 0.75 quantile of the normal distribution: turns a MAD into a standard deviation.
 MAD_TO_SIGMA = 1.4826
 # Below this share of the mean a spread is fp32 rounding, not a property of the training.
@@ -225,7 +227,7 @@ def contribution_(delta: Tensor, weight: Tensor) -> Tensor:
     Returns:
         `delta`.
     """
-    return delta.masked_fill_(weight == 0, 0.0).mul_(weight)
+    return zero_if_(delta, weight == 0).mul_(weight)
 
 
 def clip_coefficient(norm: Tensor, clip: float | None) -> Tensor:

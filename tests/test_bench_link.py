@@ -50,8 +50,8 @@ def block(method: str, rank: int, cycle: int, **changes: Any) -> dict[str, Any]:
     return asdict(Block(method, rank, cycle, **values))
 
 
-def result(**changes: Any) -> dict[str, Any]:
-    """What the benchmark writes, for a model of 6.25 million parameters: 2 s at 100 Mbit/s."""
+def measured_blocks() -> list[dict[str, Any]]:
+    """Of three methods, two cycles, two ranks."""
     blocks = []
     for cycle, edit_s in ((1, 10.0), (2, 12.0)):
         for rank in (0, 1):
@@ -76,16 +76,19 @@ def result(**changes: Any) -> dict[str, Any]:
                     sent_bytes=50_000_000,
                 ),
             ]
+    return blocks
+
+
+def result(*links: tuple[float, list[dict[str, Any]]]) -> dict[str, Any]:
+    """What the benchmark writes, for a model of 6.25 million parameters: 2 s at 100 Mbit/s."""
     return {
         "rate_mbit": 100.0,
-        "delay_ms": 20.0,
         "tau": 16,
         "parameters": 6_250_000,
         "tokens_per_step": 1024,
         "cores": 2,
         "congestion_control": "cubic",
-        "blocks": blocks,
-        **changes,
+        "links": [{"delay_ms": delay_ms, "blocks": blocks} for delay_ms, blocks in links],
     }
 
 
@@ -97,7 +100,7 @@ def test_the_counters_of_the_kernel() -> None:
 
 
 def test_what_a_method_costs() -> None:
-    setting = report.summarise(result())
+    (setting,) = report.summarise(result((20.0, measured_blocks())))
     rows = {row.method: row for row in setting.rows}
     assert list(rows) == ["none", "sync", "edit"]
     assert setting.transfer_s == 2.0
@@ -115,13 +118,15 @@ def test_what_a_method_costs() -> None:
 
 
 def test_without_the_run_that_it_compares_with() -> None:
-    some = [b for b in result()["blocks"] if b["method"] == "edit"]
-    (row,) = report.summarise(result(blocks=some)).rows
+    some = [b for b in measured_blocks() if b["method"] == "edit"]
+    (setting,) = report.summarise(result((20.0, some)))
+    (row,) = setting.rows
     assert row.speed == report.Spread(1.0, 1.0, 1.0)
 
 
 def test_table() -> None:
-    lines = report.table(report.summarise(result())).splitlines()
+    (setting,) = report.summarise(result((20.0, measured_blocks())))
+    lines = report.table(setting).splitlines()
     assert len({line.count("|") for line in lines}) == 1
     assert lines[2].startswith("| no communication | 1.000 |  |  | 0.0 |")
     assert lines[4].startswith(
@@ -130,14 +135,13 @@ def test_table() -> None:
 
 
 def test_page_and_plot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    files = [tmp_path / "0.json", tmp_path / "20.json"]
-    for file, delay_ms in zip(files, (0.0, 20.0), strict=True):
-        file.write_text(json.dumps(result(delay_ms=delay_ms)))
+    file = tmp_path / "result.json"
+    file.write_text(json.dumps(result((20.0, measured_blocks()), (0.0, measured_blocks()))))
     output = tmp_path / "docs" / "link"
     words = [
         "report",
         "--results",
-        *map(str, files),
+        str(file),
         "--output",
         str(output),
         "--command",
@@ -147,8 +151,8 @@ def test_page_and_plot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     report.main()
     page = output.with_suffix(".md").read_text()
     assert "Made by `run me`" in page
-    assert "## 100 Mbit/s\n" in page
-    assert "## 100 Mbit/s and 20 ms in each direction\n" in page
+    titles = [line for line in page.splitlines() if line.startswith("## 100")]
+    assert titles == ["## 100 Mbit/s", "## 100 Mbit/s and 20 ms in each direction"]
     assert "](link.png)" in page
     assert output.with_suffix(".png").stat().st_size > 10_000
 
@@ -159,7 +163,8 @@ def test_the_models_size() -> None:
 
 @pytest.fixture
 def controller(tmp_path: Path) -> Controller:
-    return Controller(str(tmp_path / "gate"))
+    # The ranks are threads of this process.
+    return Controller(str(tmp_path / "gate"), stops=False)
 
 
 def in_thread(target: Callable[[], None]) -> threading.Thread:
@@ -261,8 +266,9 @@ def test_a_quick_run(tmp_path: Path) -> None:
         pytest.skip("needs root, /dev/net/tun and tc")
     done = run_script("--quick", WORK_DIR=tmp_path, METHODS="none edit_int8", timeout_s=550)
     assert done.returncode == 0, done.stdout + done.stderr
-    written = json.loads((tmp_path / "100mbit_20ms.json").read_text())
-    rows = {row.method: row for row in report.summarise(written).rows}
+    written = json.loads((tmp_path / "quick.json").read_text())
+    (setting,) = report.summarise(written)
+    rows = {row.method: row for row in setting.rows}
     parameters = written["parameters"]
     # Nothing crosses the link that should not, and int8 shrinks what does. (Of so small a payload
     # headers, acknowledgements and norms are a few parts in a hundred.)

@@ -127,7 +127,8 @@ def test_allocates_one_temporary(mu: float, nesterov: bool) -> None:
 
 
 def test_no_value_is_read_back_to_the_host() -> None:
-    with FakeTensorMode():
+    # Fake tensors have no values, and need no GPU to be on one.
+    with FakeTensorMode(), torch.device("cuda"):
         tensors = torch.ones(8), torch.ones(8), torch.ones(8)
         for apply in (torch.ones(()), torch.ones((), dtype=torch.bool)):
             outer_step_(*tensors, 0.8, 0.85, True, apply)

@@ -148,13 +148,16 @@ def test_unknown_weighting_is_refused() -> None:
         weigh([1.0], Options("size"))
 
 
-def _weigh_and_scale(cfg: Options, device: str) -> Tensor:
+def _weigh(cfg: Options, device: str) -> Tensor:
     norms = torch.ones(4, 3, device=device)
     accepted = norms > 0
     steps = torch.ones(4, dtype=torch.int64, device=device)
-    share = weights(norms, accepted, steps, steps, cfg)
-    delta = contribution_(torch.ones(5, device=device), share[0, 0])
-    return delta.mul_(clip_coefficient(norms[0, 0], 10.0))
+    return weights(norms, accepted, steps, steps, cfg)
+
+
+def _scale(device: str) -> Tensor:
+    delta, weight, norm = (torch.ones(n, device=device) for n in ((5,), (), ()))
+    return contribution_(delta, weight).mul_(clip_coefficient(norm, 10.0))
 
 
 @pytest.mark.parametrize("relative", [None, 0.1])
@@ -162,7 +165,8 @@ def _weigh_and_scale(cfg: Options, device: str) -> Tensor:
 def test_no_value_is_read_back_to_the_host(weighting: str, relative: float | None) -> None:
     # Fake tensors have no values: `.item()`, `if tensor` and data-dependent shapes raise.
     with FakeTensorMode():
-        _weigh_and_scale(Options(weighting, weight_temperature_relative=relative), "cpu")
+        _weigh(Options(weighting, weight_temperature_relative=relative), "cpu")
+        _scale("cuda")
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -171,6 +175,7 @@ def test_no_value_is_read_back_to_the_host(weighting: str, relative: float | Non
 def test_no_host_sync_on_cuda(weighting: str, relative: float | None) -> None:
     torch.cuda.set_sync_debug_mode("error")
     try:
-        _weigh_and_scale(Options(weighting, weight_temperature_relative=relative), "cuda")
+        _weigh(Options(weighting, weight_temperature_relative=relative), "cuda")
+        _scale("cuda")
     finally:
         torch.cuda.set_sync_debug_mode("default")

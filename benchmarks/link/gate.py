@@ -3,16 +3,20 @@
 The controller and each rank talk over a Unix socket, a JSON object a line. Such sockets lie in the
 file system, so they join processes of different network namespaces and put nothing on the link:
 
-    rank        {"method": "edit", "rank": 0}
+    rank        {"method": "edit", "rank": 0, "pid": 42}
     controller  {"steps": 16}                      the same to the other rank, at the same time
     rank        a Block
     controller  {"steps": null}                    train to the end
+
+Ranks that wait are stopped: each of gloo's many connections has a thread that wakes up a hundred
+times a second.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import sys
 import time
@@ -98,7 +102,7 @@ class Gate:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         connection.connect(path)
         self._controller = connection.makefile("rw")
-        self._say({"method": method, "rank": rank})
+        self._say({"method": method, "rank": rank, "pid": os.getpid()})
 
     @classmethod
     def from_environment(cls, rank: int) -> Gate:
@@ -154,18 +158,27 @@ class RankLostError(RuntimeError):
     """A rank ended, or did not come, before its turn."""
 
 
+@dataclass
+class _Rank:
+    connection: socket.socket
+    lines: Any
+    pid: int
+
+
 class Controller:
     """The side that gives leave.
 
     Args:
         path: Where to put the socket.
+        stops: Whether ranks that wait are stopped. They must be processes of their own.
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, stops: bool = True) -> None:
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind(path)
         self._listener.listen(64)
-        self._ranks: dict[tuple[str, int], tuple[socket.socket, Any]] = {}
+        self._stops = stops
+        self._ranks: dict[tuple[str, int], _Rank] = {}
 
     def meet(
         self, expected: Iterable[tuple[str, int]], timeout_s: float, check: Callable[[], None]
@@ -188,36 +201,50 @@ class Controller:
             except TimeoutError:
                 continue
             connection.settimeout(None)
-            rank = connection.makefile("rw")
-            hello = json.loads(rank.readline())
+            lines = connection.makefile("rw")
+            hello = json.loads(lines.readline())
             key = hello["method"], hello["rank"]
-            self._ranks[key] = connection, rank
+            self._ranks[key] = _Rank(connection, lines, hello["pid"])
             missing.discard(key)
+        self._signal(self._ranks, signal.SIGSTOP)
 
     def run(self, method: str, steps: int, timeout_s: float) -> list[Block]:
         """Has the ranks of a method train some steps; returns what each reports."""
         keys = [key for key in sorted(self._ranks) if key[0] == method]
+        self._signal(keys, signal.SIGCONT)
         for key in keys:
             self._tell(key, steps)
-        return [Block(**self._answer(key, timeout_s)) for key in keys]
+        blocks = [Block(**self._answer(key, timeout_s)) for key in keys]
+        self._signal(keys, signal.SIGSTOP)
+        return blocks
 
     def release(self) -> None:
         """Lets all ranks train to their end."""
+        self._signal(self._ranks, signal.SIGCONT)
         for key in self._ranks:
             self._tell(key, None)
 
+    def _signal(self, keys: Iterable[tuple[str, int]], number: signal.Signals) -> None:
+        if not self._stops:
+            return
+        for key in keys:
+            try:
+                os.kill(self._ranks[key].pid, number)
+            except ProcessLookupError:
+                raise RankLostError(f"{key[0]}: rank {key[1]} ended") from None
+
     def _tell(self, key: tuple[str, int], steps: int | None) -> None:
-        _, rank = self._ranks[key]
+        lines = self._ranks[key].lines
         try:
-            rank.write(json.dumps({"steps": steps}) + "\n")
-            rank.flush()
+            lines.write(json.dumps({"steps": steps}) + "\n")
+            lines.flush()
         except BrokenPipeError:
             raise RankLostError(f"{key[0]}: rank {key[1]} ended") from None
 
     def _answer(self, key: tuple[str, int], timeout_s: float) -> dict[str, Any]:
-        connection, rank = self._ranks[key]
-        connection.settimeout(timeout_s)
-        line = rank.readline()
+        rank = self._ranks[key]
+        rank.connection.settimeout(timeout_s)
+        line = rank.lines.readline()
         if not line:
             raise RankLostError(f"{key[0]}: rank {key[1]} ended")
         answer: dict[str, Any] = json.loads(line)

@@ -4,12 +4,13 @@
 #
 #   lab.sh run [--hosts N] [--rate-mbit R] [--delay-ms D] -- COMMAND...
 #
-# COMMAND runs inside, beside the hosts; `host I COMMAND...` there runs a command on host I.
+# COMMAND runs inside, beside the hosts. There `host I COMMAND...` runs a command on host I, and
+# `delay MS` changes the delay; connections live on.
 #
 # --hosts      2
 # --rate-mbit  of each host's uplink, by the kernel's token bucket (tbf); 0 is no limit
 # --delay-ms   in each direction, by wire.py, a switch in userspace: not every kernel has netem.
-#              Without a delay the hosts hang on a bridge.
+#              0, the default: the hosts hang on a bridge.
 #
 # Needs root, iproute2, util-linux and, for a delay, /dev/net/tun and python3. Everything lives in
 # namespaces of one process: when that or this script ends, by any signal, the kernel ends what is
@@ -50,52 +51,64 @@ inside() {
   mount -t tmpfs lab /run
   mkdir -p /run/netns /run/lab
   export LAB_DIR=/run/lab
-  # shellcheck disable=SC2016  # The script's own $i.
+  # shellcheck disable=SC2016  # The scripts' own $i and $1.
   printf '#!/bin/sh\ni=$1; shift; exec ip netns exec "h$i" "$@"\n' >/run/lab/host
-  chmod +x /run/lab/host
+  # shellcheck disable=SC2016
+  printf '#!/bin/sh\nexec bash "%s/lab.sh" _delay "$1"\n' "$here" >/run/lab/delay
+  chmod +x /run/lab/host /run/lab/delay
   export PATH=/run/lab:$PATH GLOO_SOCKET_IFNAME=eth0 TP_SOCKET_IFNAME=eth0
   ip link set lo up
-  if [[ $LAB_DELAY_MS == 0 ]]; then
-    ip link add br0 type bridge
-    ip link set br0 up
-  else
-    start_wire
-  fi
-  local host
+  ip link add cable type bridge
+  ip link set cable up
+  local host code=0
   for ((host = 0; host < LAB_HOSTS; host++)); do add_host "$host"; done
-  local code=0
+  delay "$LAB_DELAY_MS"
   "$@" || code=$?
   exit "$code"
-}
-
-start_wire() {
-  local host taps=()
-  for ((host = 0; host < LAB_HOSTS; host++)); do taps+=("lab$host"); done
-  # It stands for a cable, which does not wait for a processor.
-  nice -n -20 python3 "$here/wire.py" --delay-ms "$LAB_DELAY_MS" --ready /run/lab/ready "${taps[@]}" &
-  for ((i = 0; i < 200; i++)); do
-    if [[ -e /run/lab/ready ]]; then return; fi
-    sleep 0.05
-  done
-  echo "lab.sh: wire.py did not start" >&2
-  exit 1
 }
 
 add_host() {
   local host=$1
   ip netns add "h$host"
-  if [[ $LAB_DELAY_MS == 0 ]]; then
-    ip link add "lab$host" type veth peer name eth0 netns "h$host"
-    ip link set "lab$host" master br0 up
-  else
-    ip link set "lab$host" netns "h$host" name eth0
-  fi
+  ip link add "lab$host" type veth peer name eth0 netns "h$host"
+  ip link set "lab$host" up
+  ip link add "side$host" type bridge
+  ip link set "side$host" up
   if [[ $LAB_RATE_MBIT != 0 ]]; then
     tc -n "h$host" qdisc add dev eth0 root tbf rate "${LAB_RATE_MBIT}mbit" burst 128k latency 100ms
   fi
   ip -n "h$host" link set lo up
   ip -n "h$host" addr add "10.77.0.$((host + 1))/24" dev eth0
   ip -n "h$host" link set eth0 up
+}
+
+# Plugs every host into one bridge, or into a bridge of its own with one end of the wire.
+delay() {
+  local delay_ms=$1 host taps=()
+  if [[ -e /run/lab/wire.pid ]]; then kill "$(</run/lab/wire.pid)"; fi
+  rm -f /run/lab/wire.pid
+  for ((host = 0; host < LAB_HOSTS; host++)); do taps+=("wire$host"); done
+  if [[ $delay_ms != 0 ]]; then start_wire "$delay_ms" "${taps[@]}"; fi
+  for ((host = 0; host < LAB_HOSTS; host++)); do
+    if [[ $delay_ms == 0 ]]; then
+      ip link set "lab$host" master cable
+    else
+      ip link set "wire$host" master "side$host" up
+      ip link set "lab$host" master "side$host"
+    fi
+  done
+}
+
+start_wire() {
+  # It stands for a cable, which does not wait for a processor.
+  nice -n -20 python3 "$here/wire.py" --delay-ms "$1" --pid /run/lab/wire.pid "${@:2}" \
+    </dev/null >/dev/null &
+  for ((i = 0; i < 200; i++)); do
+    if [[ -s /run/lab/wire.pid ]]; then return; fi
+    sleep 0.05
+  done
+  echo "lab.sh: wire.py did not start" >&2
+  exit 1
 }
 
 case ${1-} in
@@ -107,5 +120,6 @@ case ${1-} in
     shift
     inside "$@"
     ;;
+  _delay) delay "$2" ;;
   *) usage ;;
 esac

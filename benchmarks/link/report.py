@@ -1,6 +1,6 @@
 """Makes a table and a plot of what ``bench`` measured.
 
-python -m benchmarks.link.report --results FILE... --output docs/results/link --command TEXT
+python -m benchmarks.link.report --results FILE --output docs/results/link --command TEXT
 """
 
 from __future__ import annotations
@@ -71,14 +71,14 @@ class Setting:
         delay_ms: Likewise.
         transfer_s: Bytes of one synchronisation in fp32 over the rate.
         rows: In the order of METHODS.
-        result: All else that the benchmark wrote.
+        cycles: Blocks of each method.
     """
 
     rate_mbit: float
     delay_ms: float
     transfer_s: float
     rows: list[Row]
-    result: dict[str, Any]
+    cycles: int
 
     @property
     def title(self) -> str:
@@ -87,10 +87,15 @@ class Setting:
         return f"{self.rate_mbit:g} Mbit/s{delay}"
 
 
-def summarise(result: dict[str, Any]) -> Setting:
-    """Makes the rows of what one run of the benchmark wrote."""
+def summarise(result: dict[str, Any]) -> list[Setting]:
+    """Makes the rows of what the benchmark wrote, by growing delay."""
+    links = sorted(result["links"], key=lambda link: float(link["delay_ms"]))
+    return [_summarise(result, link["delay_ms"], link["blocks"]) for link in links]
+
+
+def _summarise(result: dict[str, Any], delay_ms: float, blocks: list[dict[str, Any]]) -> Setting:
     cycles: dict[tuple[str, int], list[Block]] = {}
-    for fields in result["blocks"]:
+    for fields in blocks:
         block = Block(**fields)
         cycles.setdefault((block.method, block.cycle), []).append(block)
     numbers = sorted({cycle for _, cycle in cycles})
@@ -123,7 +128,7 @@ def summarise(result: dict[str, Any]) -> Setting:
         )
     # A ring moves 2 (R-1)/R payloads per host: one, for two.
     transfer_s = result["parameters"] * 4 * 8 / (result["rate_mbit"] * 1e6)
-    return Setting(result["rate_mbit"], result["delay_ms"], transfer_s, rows, result)
+    return Setting(result["rate_mbit"], delay_ms, transfer_s, rows, len(numbers))
 
 
 def _mean(blocks: list[Block], value: Callable[[Block], float]) -> float:
@@ -168,16 +173,16 @@ def table(setting: Setting) -> str:
     return "\n".join(lines)
 
 
-def document(settings: Sequence[Setting], command: str, plot: str) -> str:
+def document(result: dict[str, Any], command: str, plot: str) -> str:
     """The page."""
-    first = settings[0].result
+    settings = summarise(result)
     parts = [
         "# Training over a slow link",
-        f"Made by `{command}`. Two hosts (network namespaces) on one machine of {first['cores']} "
+        f"Made by `{command}`. Two hosts (network namespaces) on one machine of {result['cores']} "
         f"cores, one rank on each, joined by the link named below; TCP with "
-        f"{first['congestion_control']}. A GPTModel of {first['parameters'] / MB:.2f} million "
-        f"parameters, {first['tokens_per_step']} tokens per step on both hosts together, a "
-        f"synchronisation every {first['tau']} steps.",
+        f"{result['congestion_control']}. A GPTModel of {result['parameters'] / MB:.2f} million "
+        f"parameters, {result['tokens_per_step']} tokens per step on both hosts together, a "
+        f"synchronisation every {result['tau']} steps.",
         f"![Speed and exposed time]({plot})",
     ]
     for setting in settings:
@@ -187,14 +192,14 @@ def document(settings: Sequence[Setting], command: str, plot: str) -> str:
             f"{setting.transfer_s:.2f} s.",
             table(setting),
         ]
-    cycles = len({block["cycle"] for block in first["blocks"]})
     parts.append(
         "## How it is measured\n\n"
         "All runs are started together by the real launcher and wait beside one another; they "
-        f"train in turns, {cycles} blocks of {first['tau']} steps each (`sync`: 2 steps), so that "
-        "what else the machine does hits all alike. Both ranks of a run begin a block at the same "
-        "time, with the synchronisation at its start. Numbers are medians over the blocks (least "
-        "to greatest).\n\n"
+        f"train in turns, {settings[0].cycles} blocks of {result['tau']} steps each (`sync`: 2 "
+        "steps), so that what else the machine does hits all alike. Before each block one more is "
+        "trained that does not count: TCP forgets during a wait what the link carries. Both ranks "
+        "of a run begin a block at the same time, with the synchronisation at its start. Numbers "
+        "are medians over the blocks (least to greatest).\n\n"
         "- *Tokens/s* is wall time of whole blocks, over that of the same cycle's block without "
         "communication: `edit` whose first round never ends.\n"
         "- *Exposed* is the time a step waits for the other host: of the two ranks the one that "
@@ -242,15 +247,16 @@ def draw(settings: Sequence[Setting], path: Path) -> None:
 def main() -> None:
     """Writes the page and the plot."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--results", type=Path, nargs="+", required=True, help="one per link")
+    parser.add_argument("--results", type=Path, required=True, help="what the benchmark wrote")
     parser.add_argument("--output", type=Path, required=True, help="path without .md and .png")
     parser.add_argument("--command", required=True, help="what made it, for the page")
     args = parser.parse_args()
-    settings = [summarise(json.loads(path.read_text())) for path in args.results]
+    result = json.loads(args.results.read_text())
+    settings = summarise(result)
     args.output.parent.mkdir(parents=True, exist_ok=True)
     plot, page = args.output.with_suffix(".png"), args.output.with_suffix(".md")
     draw(settings, plot)
-    page.write_text(document(settings, args.command, plot.name))
+    page.write_text(document(result, args.command, plot.name))
     for setting in settings:
         print(f"\n{setting.title}\n\n{table(setting)}")
     print(f"\n{page}\n{plot}")

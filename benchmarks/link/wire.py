@@ -94,12 +94,12 @@ def main() -> None:
     """Runs the switch until it is killed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--delay-ms", type=float, required=True, help="in each direction")
-    parser.add_argument("--ready", type=Path, help="file to make once the devices are there")
+    parser.add_argument("--pid", type=Path, help="file for its process id, once it is ready")
     parser.add_argument("devices", nargs="+", help="names of the TAP devices to make")
     args = parser.parse_args()
     switch = Switch([open_tap(name) for name in args.devices], args.delay_ms / 1e3)
-    if args.ready is not None:
-        args.ready.touch()
+    if args.pid is not None:
+        args.pid.write_text(str(os.getpid()))
     switch.run()
 
 
