@@ -15,16 +15,14 @@ import argparse
 import json
 import os
 import re
-import socket
 import statistics
-import subprocess
-import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+from benchmarks.trainings import ROOT, Trainings
+
 LEARNING_RATES = (2e-3, 4e-3, 8e-3)
-SHAPE = {
+SHAPE: dict[str, object] = {
     "--num-layers": 3,
     "--hidden-size": 96,
     "--ffn-hidden-size": 256,
@@ -34,9 +32,11 @@ SHAPE = {
     "--normalization": "RMSNorm",
     "--attention-dropout": 0,
     "--hidden-dropout": 0,
+    "--swiglu": True,
+    "--disable-bias-linear": True,
+    "--untie-embeddings-and-output-weights": True,
 }
-SWITCHES = ("--swiglu", "--disable-bias-linear", "--untie-embeddings-and-output-weights")
-GLOBAL_BATCH, SEQUENCE = 16, 64
+GLOBAL_BATCH, SEQUENCE, VOCABULARY = 16, 64, 1024
 TINY = {"weight-temperature-relative": 1.0, "outer-lr": 0.8, "outer-momentum": 0.6}
 METHODS: dict[str, dict[str, object]] = {
     "sync": {"method": "sync"},
@@ -138,7 +138,7 @@ def parse_log(text: str) -> Result:
 
 
 class Runs:
-    """Starts runs of the trainer and keeps their logs.
+    """Trainings of this comparison, as results.
 
     Args:
         work: Folder of logs, tokenizer and data.
@@ -147,36 +147,23 @@ class Runs:
     """
 
     def __init__(self, work: Path, length: Length, total: int) -> None:
-        self._work, self._length, self._total, self._done = work, length, total, 0
-        self._prepare_data()
+        self._length = length
+        self._trainings = Trainings(work, VOCABULARY, total)
 
     def result(
         self, name: str, edit: dict[str, object], replicas: int, lr: float, seed: int
     ) -> Result:
-        """Trains once, unless the log of that very run is there, and reads the log."""
-        self._done += 1
-        words = self._command(edit, replicas, lr, seed)
-        slug = re.sub(r"\W+", "-", f"{name} r{replicas} lr{lr:g} s{seed} n{self._length.steps}")
-        log = self._work / f"{slug}.log"
-        shown = f"[{self._done}/{self._total}] {name}: lr {lr:g}, seed {seed}"
-        if log.exists() and log.read_text().startswith(" ".join(words)):
-            print(f"{shown}: there already", flush=True)
-            return parse_log(log.read_text())
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = str(probe.getsockname()[1])
-        launch = ["deepspeed", "--num_accelerators", str(replicas), "--master_port", port]
-        run = subprocess.run(
-            [*launch, "pretrain_edit.py", *words], cwd=ROOT, capture_output=True, text=True
-        )
-        if run.returncode:
-            sys.exit(f"{shown} failed:\n{run.stdout[-2000:]}\n{run.stderr[-4000:]}")
-        result = parse_log(run.stdout)
-        log.write_text(" ".join(words) + "\n" + run.stdout)
-        print(f"{shown}: perplexity {result.perplexity:.2f}", flush=True)
+        """Trains once, unless that was done before, and reads the log."""
+        words = re.sub(r"\W+", "-", name).strip("-")
+        slug = f"{words}_r{replicas}_lr{lr:g}_seed{seed}_n{self._length.steps}"
+        log = self._trainings.log(slug, replicas, self._flags(edit, replicas, lr, seed))
+        result = parse_log(log.read_text())
+        print(f"    perplexity {result.perplexity:.2f}", flush=True)
         return result
 
-    def _command(self, edit: dict[str, object], replicas: int, lr: float, seed: int) -> list[str]:
+    def _flags(
+        self, edit: dict[str, object], replicas: int, lr: float, seed: int
+    ) -> dict[str, object]:
         length = self._length
         flags: dict[str, object] = {
             **SHAPE,
@@ -190,11 +177,6 @@ class Runs:
             "--weight-decay": 0.1,
             "--adam-beta2": 0.95,
             "--seed": seed,
-            "--data-path": self._work / "kjv_text_document",
-            "--split": "95,5,0",
-            "--tokenizer-type": "HuggingFaceTokenizer",
-            "--tokenizer-model": self._work / "tokenizer",
-            "--num-workers": 0,
             "--eval-iters": 12,
             "--eval-interval": 10 * length.steps,
             "--log-interval": max(1, length.steps // 24),
@@ -204,23 +186,7 @@ class Runs:
             flags |= {"--edit-warmup-steps": length.warmup}
             if edit["method"] != "a_edit":
                 flags |= {"--edit-sync-interval": length.interval}
-        flags |= {f"--edit-{field}": value for field, value in edit.items()}
-        return [str(word) for pair in flags.items() for word in pair] + list(SWITCHES)
-
-    def _prepare_data(self) -> None:
-        self._work.mkdir(parents=True, exist_ok=True)
-        corpus, tokenizer = ROOT / "data" / "kjv-1mb.txt", self._work / "tokenizer"
-        steps = {
-            tokenizer: ["train_tokenizer.py", "--vocab-size", "1024", "--output", tokenizer],
-            self._work / "kjv_text_document.bin": [
-                "preprocess_data.py", "--txt-document", "32", "--tokenizer-model", tokenizer,
-                "--append-eod", "--output-prefix", self._work / "kjv",
-            ],
-        }  # fmt: skip
-        for made, (script, *flags) in steps.items():
-            if not made.exists():
-                command = [sys.executable, ROOT / "scripts" / script, "--input", corpus, *flags]
-                subprocess.run([str(word) for word in command], check=True)
+        return flags | {f"--edit-{field}": value for field, value in edit.items()}
 
 
 def compare(runs: Runs, seeds: int) -> dict[str, tuple[float, list[Result]]]:

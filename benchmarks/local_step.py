@@ -21,7 +21,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -32,6 +32,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from megatron_edit import cpu
+from megatron_edit.config import EditConfig
+
+if TYPE_CHECKING:
+    from megatron_edit.sync import SyncEngine
 
 LAYERS, HIDDEN, HEADS, SEQUENCE, VOCABULARY, MICRO_BATCH = 6, 256, 8, 128, 1024, 4
 LR, CLIP, WEIGHT_DECAY = 3e-4, 1.0, 0.1
@@ -67,18 +71,17 @@ def build() -> Any:
     return GPTModel(config, get_gpt_layer_local_spec(), VOCABULARY, SEQUENCE).to(cpu.device())
 
 
-def our_step(mesh: Any) -> Callable[[], None]:
-    """A local step of EDiT: one replica, no synchronisation in sight."""
+def our_step(mesh: Any, config: EditConfig) -> tuple[Callable[[], None], SyncEngine]:
+    """A step of EDiT, and the engine that synchronises in it."""
     from megatron.core.optimizer import OptimizerConfig
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    from megatron_edit.config import EditConfig
     from megatron_edit.factory import get_edit_model_and_optimizer
 
     (model,), optimizer = get_edit_model_and_optimizer(
         [build()],
         OptimizerConfig(lr=LR, min_lr=LR, weight_decay=WEIGHT_DECAY, clip_grad=CLIP),
-        EditConfig(replicas=1, warmup_steps=0, sync_interval=1 << 30),
+        config,
         mesh,
         samples_per_step=MICRO_BATCH * mesh.shard,
     )
@@ -96,7 +99,7 @@ def our_step(mesh: Any) -> Callable[[], None]:
         )  # fmt: skip
         optimizer.step()
 
-    return step
+    return step, optimizer.engine
 
 
 def bare_step(mesh: Any) -> Callable[[], None]:
@@ -153,7 +156,9 @@ def measure(rank: int, world: int, port: int, blocks: int, steps: int, results: 
     from megatron_edit.mesh import build_mesh
 
     mesh = build_mesh(1)
-    ours, bare = our_step(mesh), bare_step(mesh)
+    # One replica, and no synchronisation in sight.
+    ours, _ = our_step(mesh, EditConfig(replicas=1, warmup_steps=0, sync_interval=1 << 30))
+    bare = bare_step(mesh)
     for step in (ours, bare):
         timed(step, 3)
     times = []
@@ -166,23 +171,23 @@ def measure(rank: int, world: int, port: int, blocks: int, steps: int, results: 
     dist.destroy_process_group()
 
 
-def compare(world: int, blocks: int, steps: int) -> list[tuple[Times, Times]]:
-    """Times of ours and bare, block by block."""
+def ranks(measure: Callable[..., None], world: int, blocks: int, steps: int) -> Any:
+    """Runs ``measure`` on some ranks; returns what one of them puts into its queue."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     context = mp.get_context("spawn")
     results = context.Queue()
-    ranks = [
+    processes = [
         context.Process(target=measure, args=(rank, world, port, blocks, steps, results))
         for rank in range(world)
     ]
-    for process in ranks:
+    for process in processes:
         process.start()
-    times: list[tuple[Times, Times]] = results.get(timeout=1200)
-    for process in ranks:
+    result = results.get(timeout=1200)
+    for process in processes:
         process.join()
-    return times
+    return result
 
 
 def main() -> None:
@@ -198,7 +203,7 @@ def main() -> None:
     print("| ranks | against | time of | ours, ms | bare, ms | ratio | quartiles of the ratio |")
     print("|---|---|---|---|---|---|---|")
     for world, against in ((1, "bare loop"), (2, "FSDP2")):
-        blocks = compare(world, args.blocks, args.steps)
+        blocks: list[tuple[Times, Times]] = ranks(measure, world, args.blocks, args.steps)
         for kind in Times._fields:
             pairs = [(getattr(ours, kind), getattr(bare, kind)) for ours, bare in blocks]
             low, ratio, high = statistics.quantiles((ours / bare for ours, bare in pairs), n=4)

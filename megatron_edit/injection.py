@@ -75,7 +75,7 @@ def parse_poison(config: EditConfig) -> Poison | None:
     if text is None:
         return None
     match = re.fullmatch(r"(\d+):(\d+)(?:-(\d+))?:(\w+)", text)
-    if match is None:
+    if match is None or int(match[2]) > int(match[3] or match[2]):
         raise ConfigurationError(
             f"edit.debug_poison_replica: got {text!r}; allowed: I:STEP:KIND or I:FIRST-LAST:KIND, "
             "such as 1:120-160:tokens"

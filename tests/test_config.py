@@ -49,6 +49,30 @@ BAD_VALUES = [
     ({"method": "zzz"}, "edit.method: unknown name 'zzz'; allowed: sync, local_sgd"),
     ({"method": ["edit"]}, "edit.method: unknown name ['edit']; did you mean 'edit'?"),
     ({"sync_intervall": 8}, "edit.sync_intervall: unknown name 'sync_intervall'; did you mean 's"),
+    ({"sync_seconds": 0}, "edit.sync_seconds: got 0; allowed: a number > 0"),
+    ({"sync_seconds": -5}, "edit.sync_seconds: got -5; allowed: a number > 0"),
+    ({"delay_steps": -1}, "edit.delay_steps: got -1; allowed: an integer >= 0"),
+    ({"compression": "int9"}, "allowed: one of none, bf16, int8; did you mean 'int8'?"),
+    (
+        {"sync_interval": 8, "delay_steps": 8},
+        "edit.delay_steps: got 8; allowed: less than edit.sync_interval 8",
+    ),
+    (
+        {"method": "a_edit", "delay_steps": 2},
+        "edit.sync_trigger time and a delay (edit.delay_steps, edit.delay_round) exclude each oth",
+    ),
+    (
+        {"method": "co2", "delay_steps": 2},
+        "edit.delay_round and edit.delay_steps 2 exclude each other",
+    ),
+    (
+        {"method": "co2", "outer_nesterov": True},
+        "edit.delay_round needs edit.outer_nesterov false",
+    ),
+    (
+        {"method": "sync", "compression": "int8"},
+        "edit.compression int8: with edit.sync_trigger never (method sync)",
+    ),
     (
         {"weight_temperature": 2.0, "weight_temperature_relative": 0.5},
         "edit.weight_temperature 2.0 (json) and edit.weight_temperature_relative 0.5 (json) excl",
@@ -199,6 +223,7 @@ def test_error_is_printed_by_one_rank_and_exits_with_2(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    monkeypatch.setattr("megatron_edit.errors.REPORT_WITHIN_S", 0.1)
     for name, value in (("RANK", rank), ("LOCAL_RANK", local_rank)):
         monkeypatch.delenv(name, raising=False)
         if value is not None:
