@@ -1,7 +1,8 @@
 """Compares the methods of the family on real text, and the parts of EDiT's penalty.
 
 Part 1, two replicas: every method trains the same small model on the same number of tokens. Its
-learning rate is the best of a sweep with the first seed; that run counts as the first of the seeds.
+learning rate is the best of a sweep with the first seed, which goes on by factors of 2 while the
+best is at an end; that run counts as the first of the seeds.
 Part 2, four replicas: replica 1 trains on random tokens for a stretch, with parts of the penalty
 switched off and with each detector.
 
@@ -22,6 +23,7 @@ from pathlib import Path
 from benchmarks.trainings import ROOT, Trainings
 
 LEARNING_RATES = (2e-3, 4e-3, 8e-3)
+MOST_RATES = 5
 SHAPE: dict[str, object] = {
     "--num-layers": 3,
     "--hidden-size": 96,
@@ -193,11 +195,22 @@ def compare(runs: Runs, seeds: int) -> dict[str, tuple[float, list[Result]]]:
     """Part 1. Returns for each method the chosen learning rate and the results of the seeds."""
     compared = {}
     for name, edit in METHODS.items():
-        sweep = {lr: runs.result(name, edit, 2, lr, seed=1) for lr in LEARNING_RATES}
-        best = min(sweep, key=lambda lr: sweep[lr].perplexity)
+        best, first = sweep(runs, name, edit)
         rest = [runs.result(name, edit, 2, best, seed) for seed in range(2, seeds + 1)]
-        compared[name] = (best, [sweep[best], *rest])
+        compared[name] = (best, [first, *rest])
     return compared
+
+
+def sweep(runs: Runs, name: str, edit: dict[str, object]) -> tuple[float, Result]:
+    """Finds the best learning rate with seed 1; goes on beyond the best while that is at an end."""
+    results = {lr: runs.result(name, edit, 2, lr, seed=1) for lr in LEARNING_RATES}
+    while True:
+        best = min(results, key=lambda lr: results[lr].perplexity)
+        lowest, highest = min(results), max(results)
+        if best not in (lowest, highest) or len(results) == MOST_RATES:
+            return best, results[best]
+        further = best / 2 if best == lowest else best * 2
+        results[further] = runs.result(name, edit, 2, further, seed=1)
 
 
 def ablate(runs: Runs, length: Length, lr: float) -> dict[str, list[Result]]:
@@ -280,7 +293,7 @@ def main() -> None:
     if args.smoke:
         length, args.results = Length(24, 6, 3, 1), args.work
     seeds = min(2, length.seeds)
-    total = len(METHODS) * (len(LEARNING_RATES) + length.seeds - 1) + (len(PENALTIES) + 1) * seeds
+    total = len(METHODS) * (MOST_RATES + length.seeds - 1) + (len(PENALTIES) + 1) * seeds
     runs = Runs(args.work, length, total)
     compared = compare(runs, length.seeds)
     ablation = ablate(runs, length, compared["edit"][0])
@@ -293,7 +306,7 @@ def main() -> None:
         f"# Methods compared\n\nMade by {command}: 2 replicas, {tokens:,} tokens each, "
         f"{length.warmup} of {length.steps} steps synchronous, rounds of {length.interval} steps "
         f"(`a_edit`: of 1 s), learning rate the best of {rates} "
-        f"for seed 1, {length.seeds} seeds, mean ± standard deviation.\n\n"
+        f"and further factors of 2 for seed 1, {length.seeds} seeds, mean ± standard deviation.\n\n"
         f"{methods_table(compared)}\n\n![loss against tokens and time](methods.png)\n"
     )
     (args.results / "ablation.md").write_text(

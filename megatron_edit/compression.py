@@ -53,7 +53,7 @@ def decode(encoded: torch.Tensor, compression: str) -> torch.Tensor:
     values = encoded.shape[1] * BLOCK // (BLOCK + 4)
     integers = encoded[:, :values].contiguous().view(torch.int8).unflatten(1, (-1, BLOCK))
     scales = encoded[:, values:].contiguous().view(torch.float32).unsqueeze(2)
-    return (integers * scales).flatten(1)
+    return integers.float().mul_(scales).flatten(1)
 
 
 class Compressor:

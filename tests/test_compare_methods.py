@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -17,6 +20,7 @@ from benchmarks.compare_methods import (
     methods_table,
     parse_log,
 )
+from benchmarks.trainings import ROOT
 from megatron_edit.methods import PRESETS
 
 LINE = (
@@ -79,3 +83,16 @@ def test_a_run_is_made_once(tmp_path: Path) -> None:
     assert isinstance(first, Result) and first == second
     assert math.isfinite(first.perplexity) and first.sent_mb > 0
     assert len(list(tmp_path.glob("*.log"))) == 1
+
+
+def test_the_script_starts() -> None:
+    done = subprocess.run(
+        ["scripts/compare_methods.sh", "--help"],
+        cwd=ROOT,
+        env={**os.environ, "VENV": sys.prefix},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "--smoke" in done.stdout
