@@ -59,6 +59,8 @@ COMMANDS = {
     "--output llama": "test_quick_start",
     "CONFIG=ds_configs/sync_tiny_cpu.json ./scripts/quickstart.sh": "test_quick_start_of_sync",
     "python benchmarks/local_step.py": "test_benchmark",
+    "./scripts/compare_methods.sh": "test_compare_methods.py",
+    "./scripts/bench_link.sh": "test_bench_link.py",
 }
 # Of a shortened quick start: warm-up 8, one whole round, and the last synchronisation.
 SHORT = {"TRAIN_ITERS": "24", "EVAL_ITERS": "1", "NUM_TOKENS": "8"}
