@@ -61,6 +61,7 @@ COMMANDS = {
     "python benchmarks/local_step.py": "test_benchmark",
     "./scripts/compare_methods.sh": "test_compare_methods.py",
     "./scripts/bench_link.sh": "test_bench_link.py",
+    "./scripts/scaling_study.sh": "test_scaling_study.py",
 }
 # Of a shortened quick start: warm-up 8, one whole round, and the last synchronisation.
 SHORT = {"TRAIN_ITERS": "24", "EVAL_ITERS": "1", "NUM_TOKENS": "8"}
