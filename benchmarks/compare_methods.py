@@ -20,7 +20,7 @@ import statistics
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from benchmarks.trainings import ROOT, Trainings
+from benchmarks.trainings import ARCHITECTURE, ROOT, Trainings
 
 LEARNING_RATES = (2e-3, 4e-3, 8e-3)
 MOST_RATES = 5
@@ -31,12 +31,7 @@ SHAPE: dict[str, object] = {
     "--num-attention-heads": 4,
     "--seq-length": 64,
     "--max-position-embeddings": 64,
-    "--normalization": "RMSNorm",
-    "--attention-dropout": 0,
-    "--hidden-dropout": 0,
-    "--swiglu": True,
-    "--disable-bias-linear": True,
-    "--untie-embeddings-and-output-weights": True,
+    **ARCHITECTURE,
 }
 GLOBAL_BATCH, SEQUENCE, VOCABULARY = 16, 64, 1024
 TINY = {"weight-temperature-relative": 1.0, "outer-lr": 0.8, "outer-momentum": 0.6}

@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.trainings import ROOT, Trainings
+from benchmarks.trainings import ARCHITECTURE, ROOT, Trainings
 from megatron_edit.scaling.runs import Run, read_csv
 
 SEQUENCE, GLOBAL_BATCH, VOCABULARY, INTERVAL = 64, 16, 512, 8
@@ -63,12 +63,7 @@ def flags(method: str, replicas: int, hidden: int, layers: int, steps: int) -> d
         "--num-attention-heads": hidden // 16,
         "--seq-length": SEQUENCE,
         "--max-position-embeddings": SEQUENCE,
-        "--normalization": "RMSNorm",
-        "--attention-dropout": 0,
-        "--hidden-dropout": 0,
-        "--swiglu": True,
-        "--disable-bias-linear": True,
-        "--untie-embeddings-and-output-weights": True,
+        **ARCHITECTURE,
         "--micro-batch-size": GLOBAL_BATCH // replicas,
         "--global-batch-size": GLOBAL_BATCH,
         "--train-iters": steps,

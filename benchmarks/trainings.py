@@ -12,6 +12,15 @@ from collections.abc import Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+# What all models have in common.
+ARCHITECTURE: dict[str, object] = {
+    "--normalization": "RMSNorm",
+    "--attention-dropout": 0,
+    "--hidden-dropout": 0,
+    "--swiglu": True,
+    "--disable-bias-linear": True,
+    "--untie-embeddings-and-output-weights": True,
+}
 
 
 class Trainings:

@@ -110,7 +110,7 @@ class Compressor:
     ) -> None:
         padded = payload.new_zeros(self._part * self._sync.size)
         own = padded[: self._numel]
-        copy_if_(own.copy_(payload), accepted, payload + self.error)
+        copy_if_(torch.add(payload, self.error, out=own), ~accepted, payload)
         parts = padded.view(self._sync.size, self._part)
         encoded = encode(parts, self._compression)
         kept = own - decode(encoded, self._compression).view(-1)[: self._numel]
