@@ -56,7 +56,9 @@ inside() {
   # shellcheck disable=SC2016
   printf '#!/bin/sh\nexec bash "%s/lab.sh" _delay "$1"\n' "$here" >/run/lab/delay
   chmod +x /run/lab/host /run/lab/delay
-  export PATH=/run/lab:$PATH GLOO_SOCKET_IFNAME=eth0 TP_SOCKET_IFNAME=eth0
+  # Named twice, gloo opens two connections: one alone leaves a link with a delay partly idle.
+  export PATH=/run/lab:$PATH GLOO_SOCKET_IFNAME=eth0,eth0 TP_SOCKET_IFNAME=eth0
+  congestion_control
   ip link set lo up
   ip link add cable type bridge
   ip link set cable up
@@ -67,9 +69,15 @@ inside() {
   exit "$code"
 }
 
+congestion_control() {
+  # The one that every kernel has and lets a namespace choose.
+  echo reno >/proc/sys/net/ipv4/tcp_congestion_control
+}
+
 add_host() {
   local host=$1
   ip netns add "h$host"
+  ip netns exec "h$host" bash "$here/lab.sh" _congestion_control
   ip link add "lab$host" type veth peer name eth0 netns "h$host"
   ip link set "lab$host" up
   ip link add "side$host" type bridge
@@ -120,6 +128,7 @@ case ${1-} in
     shift
     inside "$@"
     ;;
+  _congestion_control) congestion_control ;;
   _delay) delay "$2" ;;
   *) usage ;;
 esac

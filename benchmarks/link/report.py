@@ -179,7 +179,7 @@ def document(result: dict[str, Any], command: str, plot: str) -> str:
     parts = [
         "# Training over a slow link",
         f"Made by `{command}`. Two hosts (network namespaces) on one machine of {result['cores']} "
-        f"cores, one rank on each, joined by the link named below; TCP with "
+        f"cores, one rank on each, joined by the link named below; two TCP connections with "
         f"{result['congestion_control']}. A GPTModel of {result['parameters'] / MB:.2f} million "
         f"parameters, {result['tokens_per_step']} tokens per step on both hosts together, a "
         f"synchronisation every {result['tau']} steps.",
