@@ -13,9 +13,10 @@ import torch
 
 from megatron_edit.optimizer import like_parameter
 from megatron_edit.outer_state import Flight, OuterState
-from megatron_edit.sync import Round, SyncEngine
+from megatron_edit.sync import SyncEngine
 from megatron_edit.sync_group import DONE
 from megatron_edit.sync_record import OpenRecord
+from megatron_edit.sync_round import Round
 
 
 def describe_rounds(engine: SyncEngine) -> list[dict[str, Any]]:

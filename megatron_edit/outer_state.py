@@ -100,19 +100,26 @@ class OuterState:
         size = self.unit.numel * 4 if self.compressor is None else self.compressor.payload_bytes
         return size * 2 * (self._sync.size - 1) / self._sync.size
 
-    def launch(self, decision: Decision, keeps_progress: bool, phase: str) -> Flight:
+    def launch(
+        self,
+        decision: Decision,
+        phase: str,
+        taken: torch.Tensor | None = None,
+        keeps_progress: bool = False,
+    ) -> Flight:
         """Sends this replica's weighted pseudo gradient off.
 
         Args:
             decision: Verdict and weight.
-            keeps_progress: Local progress from now until the landing is to be kept.
             phase: What this is part of, for the message when it fails.
+            taken: The pseudo gradient, which becomes the payload, if it was taken before: for a
+                landing in a later step. Otherwise the landing follows at once.
+            keeps_progress: Local progress from now until the landing is to be kept.
         """
-        anchor, _ = self._visit()
-        payload = contribution_(self._difference(anchor), decision.weight)
-        if keeps_progress or self._config.delay_round:
-            # Steps lie between now and the landing, for which the outer state comes back.
-            self._visiting = None
+        if taken is None:
+            anchor, _ = self._visit()
+            taken = self._difference(anchor)
+        payload = contribution_(taken, decision.weight)
         departure = None
         if keeps_progress:
             departure = torch.empty_like(payload)

@@ -9,7 +9,8 @@ One synchronisation:
                      -> the all-reduce of unit l+1 starts -> FSDP2 gathers unit l -> its forward
     after forward    any unit that the forward did not reach
 
-With a delay all all-reduces start at once and land in the same way, but in a later step's forward.
+With a delay the norms are on their way during the first forward; after it all all-reduces start.
+They land in the same way, but in a later step's forward.
 A unit "departs" when its all-reduce starts and "lands" when its result is applied.
 
 Nothing here reads a value back to the host: what happened is copied out at the end of the step and
@@ -20,7 +21,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -33,37 +33,11 @@ from megatron_edit.data_parallel import EDiTDataParallel
 from megatron_edit.gradients import average_over_replicas
 from megatron_edit.meeting import Meetings
 from megatron_edit.mesh import Mesh
-from megatron_edit.outer_state import Decision, Flight, OuterState
+from megatron_edit.outer_state import OuterState
 from megatron_edit.sync_record import OpenRecord, Recorder, SyncRecord
+from megatron_edit.sync_round import Round
 from megatron_edit.trigger import TimeTrigger, build_trigger
 from megatron_edit.units import Unit, unit_names
-
-
-@dataclass
-class Round:
-    """A synchronisation from its verdicts until its last unit has landed.
-
-    Attributes:
-        number: Counted from 0.
-        lands_at: Step in whose first forward the units land.
-        keeps_progress: Whether local progress between departure and landing is kept.
-        record: Its numbers, verdicts and weights among them.
-        flights: Units under way, by unit index.
-        departed: How many units have departed, in the order that all replicas share.
-    """
-
-    number: int
-    lands_at: int
-    keeps_progress: bool
-    record: OpenRecord
-    flights: dict[int, Flight] = field(default_factory=dict)
-    departed: int = 0
-
-    def decision(self, replica: int, unit: int) -> Decision:
-        """What was decided for one replica's part of a unit."""
-        _, weights, accepted, *_ = self.record.decision
-        taking_part = accepted[:, unit] > 0
-        return Decision(weights[replica, unit], taking_part[replica], taking_part.any())
 
 
 class SyncEngine:
@@ -156,6 +130,7 @@ class SyncEngine:
     def end_step(self) -> None:
         """Counts the step, after the inner optimizer's update."""
         assert not self._to_land, "the step ended with units that were not synchronised"
+        assert all(round_.norms is None for round_ in self.flying), "the step had no forward"
         self._in_step = False
         if not self.synchronous:
             self.steps_in_round += 1
@@ -247,46 +222,63 @@ class SyncEngine:
         return self.config.sync_interval if self.config.delay_round else self.config.delay_steps
 
     def _open_round(self, delay: int, however_short: bool = False) -> None:
-        """Exchanges norms and decides. With a delay all units depart."""
+        """Ends a round: starts to exchange its norms."""
         record = OpenRecord(self.round, self.step, len(self.unit_names), self.device)
         self._release()
-        with record.exposed():
-            counts_as_round = self.meetings is None or self.meetings.meet(self.step)
+        if self.meetings is not None:
+            with record.exposed():
+                counts_as_round = self.meetings.meet(self.step)
             if not (counts_as_round or however_short):
                 return
-            norms, counts = self._exchange_norms()
-        steps, samples, _ = counts.unbind(dim=1)
-        accepted, self.detector = penalty.verdicts(norms, steps, self.detector, self.config)
-        weights = penalty.weights(norms, accepted, steps, samples, self.config)
-        record.decided(norms, weights, accepted, counts, self.detector)
         opened = Round(
             number=self.round,
             lands_at=self.step + delay,
             keeps_progress=delay > 0 and not self.config.delay_round,
             record=record,
         )
+        self._exchange_norms(opened, takes=delay > 0)
         self.round += 1
         self.steps_in_round = 0
         self._order_hash = 0
         self.flying.append(opened)
-        if delay:
-            self._depart_until(opened, len(self.outer) - 1)
 
-    def _exchange_norms(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns G ``[R, U]`` and steps, samples and order hash of the round ``[R, 3]``."""
+    def _exchange_norms(self, round_: Round, takes: bool) -> None:
+        """Sends off G ``[U]`` and steps, samples and order hash of the round ``[3]``.
+
+        Args:
+            round_: The round that ends.
+            takes: Whether the pseudo gradients are kept for their departure.
+        """
         squares = torch.zeros(len(self.unit_names), device=self.device)
         for state in self.outer:
-            squares[state.unit.index] = state.squared_norm(state.pseudo_gradient())
+            delta = state.pseudo_gradient()
+            squares[state.unit.index] = state.squared_norm(delta)
+            if takes:
+                round_.taken[state.unit.index] = delta
         if self.mesh.replica_size > 1:
             dist.all_reduce(squares, group=self.mesh.worker_group)
         samples = self.steps_in_round * self.samples_per_step
         # Filled, not copied: a copy from the host would wait for the device.
         numbers = (self.steps_in_round, samples, self._order_hash)
         counts = torch.cat([squares.new_full((1,), float(number)) for number in numbers])
-        gathered = self.mesh.sync.all_gather(
-            torch.cat([squares.sqrt(), counts]), f"exchanging norms in round {self.round}"
+        round_.norms = self.mesh.sync.start_all_gather(
+            torch.cat([squares.sqrt(), counts]), f"exchanging norms in round {round_.number}"
         )
-        return gathered[:, :-3], gathered[:, -3:]
+
+    def _decide(self, round_: Round) -> None:
+        """Reaches verdicts and weights, unless that was done. With a delay all units depart."""
+        if round_.norms is None:
+            return
+        with round_.record.exposed():
+            gathered = round_.norms.wait()
+        round_.norms = None
+        norms, counts = gathered[:, :-3], gathered[:, -3:]
+        steps, samples, _ = counts.unbind(dim=1)
+        accepted, self.detector = penalty.verdicts(norms, steps, self.detector, self.config)
+        weights = penalty.weights(norms, accepted, steps, samples, self.config)
+        round_.record.decided(norms, weights, accepted, counts, self.detector)
+        if round_.taken:
+            self._depart_until(round_, len(self.outer) - 1)
 
     def _depart_until(self, round_: Round, last: int) -> None:
         """Starts all-reduces up to the unit at position ``last``, in the same order everywhere."""
@@ -295,7 +287,8 @@ class SyncEngine:
             index = state.unit.index
             phase = f"synchronising {state.unit.name} in round {round_.number}"
             decision = round_.decision(self.mesh.replica, index)
-            round_.flights[index] = state.launch(decision, round_.keeps_progress, phase)
+            taken = round_.taken.pop(index, None)
+            round_.flights[index] = state.launch(decision, phase, taken, round_.keeps_progress)
             round_.record.bytes += state.payload_bytes
             round_.departed += 1
             # Below 2^24: it travels to the other replicas as a float.
@@ -305,6 +298,7 @@ class SyncEngine:
         """Has the units of a round land in the forward that comes."""
         # Parameters kept from an evaluation would be stale once their shards change.
         self._release()
+        self._decide(round_)
         self._landing = round_
         self._to_land = {state.unit.index: state for state in self.outer}
         self._land_spanning_unit(round_)
@@ -322,10 +316,13 @@ class SyncEngine:
                 self._land(state)
             _gather(unit)
 
+    @torch.no_grad()
     def _after_forward(self, units: list[Unit]) -> None:
         if self._to_land:
-            with torch.no_grad():
-                self._land_all(units)
+            self._land_all(units)
+        # The forward hid the exchange of norms; the parameters are still those that were measured.
+        for round_ in self.flying:
+            self._decide(round_)
 
     def _land_all(self, units: list[Unit]) -> None:
         for unit in units:

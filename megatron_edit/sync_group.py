@@ -36,6 +36,28 @@ class Pending(Protocol):
 
 
 @dataclass(frozen=True)
+class Gathering:
+    """Numbers of every replica on their way here.
+
+    Attributes:
+        pending: The collective.
+        gathered: ``[R, n]``, once ``pending`` has been waited for.
+    """
+
+    pending: Pending
+    gathered: torch.Tensor
+
+    def wait(self) -> torch.Tensor:
+        """Returns the numbers when they may be used on the current stream.
+
+        Raises:
+            SyncError: The collective failed or timed out.
+        """
+        self.pending.wait()
+        return self.gathered
+
+
+@dataclass(frozen=True)
 class SyncChannels:
     """Process groups over the same ranks, so that no traffic queues behind another kind's.
 
@@ -84,7 +106,7 @@ class SyncGroup:
         started_s = time.perf_counter()
         with self._named(phase):
             work = dist.all_reduce(flat, group=self._channels.payload, async_op=True)
-        return _Work(self, work, phase, flat, started_s)
+        return _Work(self, work, phase, "all_reduce", flat, started_s)
 
     def all_to_all(self, flat: torch.Tensor, phase: str) -> torch.Tensor:
         """Sends the i-th of R equal parts of ``flat`` to replica i; blocks the current stream.
@@ -117,8 +139,15 @@ class SyncGroup:
         Returns:
             ``[R, n]``, row i from replica i.
         """
+        return self.start_all_gather(values, phase, payload).wait()
+
+    def start_all_gather(
+        self, values: torch.Tensor, phase: str, payload: bool = False
+    ) -> Gathering:
+        """Starts :meth:`all_gather`, with the same arguments; ``values`` must not be changed before
+        its result has been waited for."""
         if self._channels is None:
-            return values.unsqueeze(0)
+            return Gathering(DONE, values.unsqueeze(0))
         group = self._channels.payload if payload else self._channels.scalars
         return self._gather(values, group, phase)
 
@@ -135,17 +164,17 @@ class SyncGroup:
         if self._channels is None:
             return [values]
         own = torch.tensor(values, dtype=torch.float64)
-        gathered: list[list[float]] = self._gather(own, self._channels.host, phase).tolist()
+        gathered: list[list[float]] = self._gather(own, self._channels.host, phase).wait().tolist()
         return gathered
 
-    def _gather(self, values: torch.Tensor, group: dist.ProcessGroup, phase: str) -> torch.Tensor:
+    def _gather(self, values: torch.Tensor, group: dist.ProcessGroup, phase: str) -> Gathering:
         gathered = values.new_empty(self.size * values.numel())
         self.sent_bytes += values.nbytes * (self.size - 1)
         started_s = time.perf_counter()
         with self._named(phase):
-            dist.all_gather_single(gathered, values.contiguous(), group=group)
-        self._observe("all_gather_into_tensor", started_s, gathered)
-        return gathered.view(self.size, -1)
+            work = dist.all_gather_single(gathered, values.contiguous(), group=group, async_op=True)
+        pending = _Work(self, work, phase, "all_gather_into_tensor", gathered, started_s)
+        return Gathering(pending, gathered.view(self.size, -1))
 
     def _observe(self, operation: str, started_s: float, tensor: torch.Tensor) -> None:
         if self.on_collective is None:
@@ -181,13 +210,14 @@ class _Work:
         group: SyncGroup,
         work: dist.Work,
         phase: str,
+        operation: str,
         tensor: torch.Tensor,
         started_s: float,
     ) -> None:
         self._group, self._work, self._phase = group, work, phase
-        self._tensor, self._started_s = tensor, started_s
+        self._operation, self._tensor, self._started_s = operation, tensor, started_s
 
     def wait(self) -> None:
         with self._group._named(self._phase):
             self._work.wait()
-        self._group._observe("all_reduce", self._started_s, self._tensor)
+        self._group._observe(self._operation, self._started_s, self._tensor)

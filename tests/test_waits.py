@@ -16,15 +16,16 @@ def test_report_of_idle_time() -> None:
     fast = {"step_s": 0.1, "slowest_step_s": 0.2, "elapsed_s": 100.0, "steps": 980}
     slow = {"step_s": 0.4, "slowest_step_s": 0.5, "elapsed_s": 100.0, "steps": 240}
     ranks: list[dict[str, Any]] = [
-        fast | {"waits_s": [0.1, 0.3]},
-        slow | {"waits_s": [0.0, 0.02]},
+        fast | {"waits_s": [0.1, 0.3], "last_steps_s": [0.1, 0.1]},
+        slow | {"waits_s": [0.0, 0.02], "last_steps_s": [0.4, 0.25]},
     ]
     text = a_edit_idle.report(ranks)
     assert "| 0 | 100.0 | 980 | 200.0 | 300.0 |" in text
     assert "| 1 | 400.0 | 240 | 10.0 | 20.0 |" in text
     # 1220 steps of 1000 + 250.
     assert "2 rounds in 100 s; together 97.6% of the steps" in text
-    assert "took 500.0 ms" in text
+    assert "under way in 1 of 2 rounds; the slowest of those steps took 400.0 ms" in text
+    assert "of all steps of replica 1 500.0 ms" in text
 
 
 def test_a_slow_link_carries_one_payload_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
