@@ -14,13 +14,12 @@ lost for good.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
+from megatron_edit.background import Background
 from megatron_edit.conditional import copy_if_
-from megatron_edit.sync_group import Pending, SyncGroup
+from megatron_edit.sync_group import Gathering, Pending, SyncGroup
 
 # Values that share one fp32 scale in int8.
 BLOCK = 256
@@ -63,10 +62,11 @@ class Compressor:
         compression: ``bf16`` or ``int8``.
         numel: Elements of the payload on this rank; any number.
         sync: The replicas.
-        background: Where the chain of collectives runs while the device computes.
+        background: Where the collectives run while the device computes.
         device: Of the payload.
 
     Attributes:
+        part: Elements of the payload, rounded up, that each replica adds up.
         error: ``[numel]`` fp32, what this replica's encoding has lost so far.
         sum_error: ``[part]`` fp32, what the encoding of this rank's part of the sum has lost.
     """
@@ -79,17 +79,17 @@ class Compressor:
         background: Background,
         device: torch.device,
     ) -> None:
-        self._compression, self._numel, self._sync = compression, numel, sync
+        self.compression, self.sync = compression, sync
         self._background = background
-        self._part = math.ceil(numel / (sync.size * BLOCK)) * BLOCK
+        self.part = math.ceil(numel / (sync.size * BLOCK)) * BLOCK
         self.error = torch.zeros(numel, device=device)
-        self.sum_error = torch.zeros(self._part, device=device)
+        self.sum_error = torch.zeros(self.part, device=device)
 
     @property
     def payload_bytes(self) -> int:
         """Bytes of the encoded payload, of which a rank sends 2 (R-1)/R."""
-        per_value = 2.0 if self._compression == "bf16" else 1 + 4 / BLOCK
-        return int(self._part * self._sync.size * per_value)
+        per_value = 2.0 if self.compression == "bf16" else 1 + 4 / BLOCK
+        return int(self.part * self.sync.size * per_value)
 
     def all_reduce(
         self, payload: torch.Tensor, accepted: torch.Tensor, any_accepted: torch.Tensor, phase: str
@@ -102,67 +102,52 @@ class Compressor:
             any_accepted: 0-dim bool, whether any replica does. Otherwise nothing is taken as sent.
             phase: What this is part of, for the message when it fails.
         """
-        return self._background.run(lambda: self._chain(payload, accepted, any_accepted, phase))
+        stages = _Stages(self, payload, accepted, any_accepted, phase)
+        return self._background.run([stages.send_parts, stages.send_sum, stages.receive_sums])
+
+
+class _Stages:
+    """One payload on its way: what follows each collective."""
+
+    def __init__(
+        self,
+        compressor: Compressor,
+        payload: torch.Tensor,
+        accepted: torch.Tensor,
+        any_accepted: torch.Tensor,
+        phase: str,
+    ) -> None:
+        self._compressor, self._payload, self._phase = compressor, payload, phase
+        self._accepted, self._any_accepted = accepted, any_accepted
+        self._parts: Gathering | None = None
+        self._sums: Gathering | None = None
 
     @torch.no_grad()
-    def _chain(
-        self, payload: torch.Tensor, accepted: torch.Tensor, any_accepted: torch.Tensor, phase: str
-    ) -> None:
-        padded = payload.new_zeros(self._part * self._sync.size)
-        own = padded[: self._numel]
-        copy_if_(torch.add(payload, self.error, out=own), ~accepted, payload)
-        parts = padded.view(self._sync.size, self._part)
-        encoded = encode(parts, self._compression)
-        kept = own - decode(encoded, self._compression).view(-1)[: self._numel]
-        copy_if_(self.error, accepted, kept)
-        received = self._sync.all_to_all(encoded.view(-1), phase)
-        total = decode(received, self._compression).sum(dim=0) + self.sum_error
-        encoded_total = encode(total.unsqueeze(0), self._compression)
-        kept = total - decode(encoded_total, self._compression).view(-1)
-        copy_if_(self.sum_error, any_accepted, kept)
-        gathered = self._sync.all_gather(encoded_total.view(-1), phase, payload=True)
-        payload.copy_(decode(gathered, self._compression).view(-1)[: self._numel])
+    def send_parts(self) -> None:
+        """Encodes the payload and sends part i to replica i."""
+        it, payload = self._compressor, self._payload
+        padded = payload.new_zeros(it.part * it.sync.size)
+        own = padded[: payload.numel()]
+        copy_if_(torch.add(payload, it.error, out=own), ~self._accepted, payload)
+        encoded = encode(padded.view(it.sync.size, it.part), it.compression)
+        kept = own - decode(encoded, it.compression).view(-1)[: payload.numel()]
+        copy_if_(it.error, self._accepted, kept)
+        self._parts = it.sync.start_all_to_all(encoded.view(-1), self._phase)
 
+    @torch.no_grad()
+    def send_sum(self) -> None:
+        """Adds up this replica's part of all payloads, encodes the sum and sends it to all."""
+        assert self._parts is not None
+        it = self._compressor
+        total = decode(self._parts.wait(), it.compression).sum(dim=0) + it.sum_error
+        encoded = encode(total.unsqueeze(0), it.compression)
+        kept = total - decode(encoded, it.compression).view(-1)
+        copy_if_(it.sum_error, self._any_accepted, kept)
+        self._sums = it.sync.start_all_gather(encoded.view(-1), self._phase, payload=True)
 
-class Background:
-    """Runs chains of collectives and arithmetic one after the other, behind the training.
-
-    On a GPU they are queued on a stream of their own; on a CPU one thread waits for them.
-
-    Args:
-        device: Where the tensors are.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._thread = None if self._stream else ThreadPoolExecutor(1, "edit-compression")
-
-    def run(self, chain: Callable[[], None]) -> Pending:
-        """Starts a chain after all earlier ones and what the current stream has been given."""
-        if self._thread is not None:
-            return _InThread(self._thread.submit(chain))
-        assert self._stream is not None
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            chain()
-            finished = torch.cuda.Event()
-            finished.record()
-        return _OnStream(finished, chain)
-
-
-class _InThread:
-    def __init__(self, future: Future[None]) -> None:
-        self._future = future
-
-    def wait(self) -> None:
-        self._future.result()
-
-
-class _OnStream:
-    def __init__(self, finished: torch.cuda.Event, chain: Callable[[], None]) -> None:
-        # The chain holds its inputs: given back earlier, their memory would be used again while
-        # the background stream still reads it.
-        self._finished, self._chain = finished, chain
-
-    def wait(self) -> None:
-        torch.cuda.current_stream().wait_event(self._finished)
+    @torch.no_grad()
+    def receive_sums(self) -> None:
+        """Puts the sum of all parts in the payload's place."""
+        assert self._sums is not None
+        sums = decode(self._sums.wait(), self._compressor.compression)
+        self._payload.copy_(sums.view(-1)[: self._payload.numel()])

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_edit.compression import Background, Compressor
+from megatron_edit.background import Background
+from megatron_edit.compression import Compressor
 from megatron_edit.conditional import zero_if_
 from megatron_edit.config import EditConfig
 from megatron_edit.outer import outer_step_

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 from megatron_edit import penalty
-from megatron_edit.compression import Background
+from megatron_edit.background import Background
 from megatron_edit.config import EditConfig
 from megatron_edit.data_parallel import EDiTDataParallel
 from megatron_edit.gradients import average_over_replicas
@@ -79,7 +79,9 @@ class SyncEngine:
         self.meetings: Meetings | None = None
         if isinstance(self.trigger, TimeTrigger):
             self.meetings = Meetings(self.trigger, mesh, config.min_round_steps)
-        self._background = None if config.compression == "none" else Background(self.device)
+        self._background: Background | None = None
+        if config.compression != "none":
+            self._background = Background(self.device, config.sync_prefetch)
         self._recorder = Recorder(self.unit_names, mesh, self.device)
         tied = model.share_embeddings_and_output_weights
         self._spans_stages = tied and mesh.pipeline_parallel > 1
@@ -293,6 +295,8 @@ class SyncEngine:
             round_.departed += 1
             # Below 2^24: it travels to the other replicas as a float.
             self._order_hash = (self._order_hash * 131 + index + 1) % (1 << 24)
+            if self._background is not None and round_.departed == len(self.outer):
+                self._background.flush()
 
     def _begin_landing(self, round_: Round) -> None:
         """Has the units of a round land in the forward that comes."""

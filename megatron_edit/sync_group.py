@@ -108,44 +108,54 @@ class SyncGroup:
             work = dist.all_reduce(flat, group=self._channels.payload, async_op=True)
         return _Work(self, work, phase, "all_reduce", flat, started_s)
 
-    def all_to_all(self, flat: torch.Tensor, phase: str) -> torch.Tensor:
-        """Sends the i-th of R equal parts of ``flat`` to replica i; blocks the current stream.
+    def start_all_to_all(self, flat: torch.Tensor, phase: str) -> Gathering:
+        """Starts sending the i-th of R equal parts of ``flat`` to replica i.
 
         Args:
-            flat: ``[R * n]``.
+            flat: ``[R * n]``; must not be changed before the result has been waited for.
             phase: What this is part of, for the message when it fails.
 
         Returns:
-            ``[R, n]``, row i from replica i.
+            ``[R, n]`` on their way, row i from replica i.
         """
         if self._channels is None:
-            return flat.unsqueeze(0)
+            return Gathering(DONE, flat.unsqueeze(0))
         received = torch.empty_like(flat)
         self.sent_bytes += flat.nbytes * (self.size - 1) / self.size
         started_s = time.perf_counter()
         with self._named(phase):
-            dist.all_to_all_single(received, flat, group=self._channels.payload)
-        self._observe("all_to_all_single", started_s, flat)
-        return received.view(self.size, -1)
+            work = dist.all_to_all_single(
+                received, flat, group=self._channels.payload, async_op=True
+            )
+        pending = _Work(self, work, phase, "all_to_all_single", received, started_s)
+        return Gathering(pending, received.view(self.size, -1))
 
-    def all_gather(self, values: torch.Tensor, phase: str, payload: bool = False) -> torch.Tensor:
+    def all_gather(self, values: torch.Tensor, phase: str) -> torch.Tensor:
         """Gathers a few numbers of every replica.
 
         Args:
             values: ``[n]``, the same n on every replica; on the device.
             phase: What this is part of, for the message when it fails.
-            payload: The values are a part of a payload, not a few scalars.
 
         Returns:
             ``[R, n]``, row i from replica i.
         """
-        return self.start_all_gather(values, phase, payload).wait()
+        return self.start_all_gather(values, phase).wait()
 
     def start_all_gather(
         self, values: torch.Tensor, phase: str, payload: bool = False
     ) -> Gathering:
-        """Starts :meth:`all_gather`, with the same arguments; ``values`` must not be changed before
-        its result has been waited for."""
+        """Starts gathering values of every replica.
+
+        Args:
+            values: ``[n]``, the same n on every replica; on the device. They must not be changed
+                before the result has been waited for.
+            phase: What this is part of, for the message when it fails.
+            payload: The values are a part of a payload, not a few scalars.
+
+        Returns:
+            ``[R, n]`` on their way, row i from replica i.
+        """
         if self._channels is None:
             return Gathering(DONE, values.unsqueeze(0))
         group = self._channels.payload if payload else self._channels.scalars

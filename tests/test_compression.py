@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from distributed import run_ranks
 
-from megatron_edit.compression import BLOCK, Background, Compressor, decode, encode
+from megatron_edit.background import Background
+from megatron_edit.compression import BLOCK, Compressor, decode, encode
 from megatron_edit.mesh import build_mesh
 
 CPU = torch.device("cpu")

@@ -1,0 +1,91 @@
+"""Chains behind the training: the order of their stages, and that it changes no number."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from distributed import run_ranks
+from harness import Case, digests, mesh_of, start
+
+from megatron_edit.background import Background, Stage
+
+CPU = torch.device("cpu")
+
+
+def stages(name: str, log: list[str]) -> list[Stage]:
+    """Three stages that log their names, such as A0."""
+    return [partial(log.append, f"{stage}{name}") for stage in "ABC"]
+
+
+def order(ahead: int, chains: int) -> str:
+    """The order of the stages of some chains that all start before one is waited for."""
+    log: list[str] = []
+    background = Background(CPU, ahead)
+    pending = [background.run(stages(str(number), log)) for number in range(chains)]
+    background.flush()
+    for chain in pending:
+        chain.wait()
+    return " ".join(log)
+
+
+def test_stages_take_turns() -> None:
+    assert order(3, 5) == "A0 A1 A2 B0 A3 B1 C0 A4 B2 C1 B3 C2 B4 C3 C4"
+    assert order(1, 3) == "A0 A1 B0 C0 A2 B1 C1 B2 C2"
+    assert order(0, 2) == "A0 B0 C0 A1 B1 C1"
+    # Fewer chains than may be under way.
+    assert order(3, 1) == "A0 B0 C0"
+
+
+def test_a_chain_that_is_waited_for_waits_for_no_other() -> None:
+    log: list[str] = []
+    background = Background(CPU, ahead=3)
+    first = background.run(stages("0", log))
+    first.wait()
+    second = background.run(stages("1", log))
+    background.flush()
+    second.wait()
+    first.wait()
+    assert " ".join(log) == "A0 B0 C0 A1 B1 C1"
+
+
+def test_the_first_failure_is_told() -> None:
+    def fail() -> None:
+        raise ValueError("the first stage")
+
+    def follow() -> None:
+        raise AssertionError("a later stage, which has nothing to go on with")
+
+    with pytest.raises(ValueError, match="the first stage"):
+        Background(CPU).run([fail, follow]).wait()
+
+
+def _train(case: Case, prefetches: list[int]) -> list[dict[str, Any]]:
+    outcome, mesh = [], mesh_of(case)
+    for prefetch in prefetches:
+        training = start(replace(case, edit={**case.edit, "sync_prefetch": prefetch}), mesh=mesh)
+        losses = [training.step() for _ in range(case.steps)]
+        outcome.append({"losses": losses, "digests": digests(training)})
+    return outcome
+
+
+INT8 = {"warmup_steps": 1, "sync_interval": 3, "compression": "int8"}
+CASES = {
+    "R3": Case(replicas=3, steps=12, edit=INT8),
+    "delay 2": Case(steps=12, edit={**INT8, "delay_steps": 2}),
+    "S2": Case(shard=2, steps=12, edit=INT8),
+    "PP2 tied": Case(pp=2, tied=True, steps=12, edit=INT8),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_how_many_are_under_way_changes_nothing(name: str) -> None:
+    case = CASES[name]
+    results = run_ranks(_train, case.world, case, [1, 3, 9])
+    for one_ahead, *others in results:
+        assert all(other == one_ahead for other in others)
+    # The loss is known on the last stage of a pipeline.
+    assert any(len(set(one_ahead["losses"])) == case.steps for one_ahead, *_ in results)
