@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Measures methods over a slow link: two hosts on this machine, made of network namespaces, one rank
 # on each, and a model of 6.5 million parameters. Local step, exposed time of a synchronisation,
-# bytes on the link and peak memory go into a table and a plot. 20 minutes on 2 cores.
+# bytes on the link and peak memory go into a table and a plot. 25 minutes on 2 cores.
 #
 # Needs root and /dev/net/tun; says so and ends with code 0 where they are missing.
 #
@@ -11,7 +11,7 @@
 # DELAYS_MS    delays in each direction to measure with (default "0 20")
 # METHODS      of none sync torch edit edit_delay edit_int8 edit_delay_int8 (default all; none, the
 #              run without communication, is what the others are compared with)
-# CYCLES       measured blocks of 16 steps of each method (default 3)
+# CYCLES       measured blocks of 16 steps of each method (default 6)
 # PREFETCH     --edit-sync-prefetch (default that of the flag)
 # WORK_DIR     data and logs are written here (default runs/link)
 # OUTPUT       of table and plot, without suffix (default docs/results/link; --quick: in WORK_DIR)
@@ -40,7 +40,7 @@ fi
 RATE_MBIT=${RATE_MBIT:-100}
 read -ra delays_ms <<<"${DELAYS_MS:-0 20}"
 read -ra methods <<<"${METHODS:-none sync torch edit edit_delay edit_int8 edit_delay_int8}"
-CYCLES=${CYCLES:-3}
+CYCLES=${CYCLES:-6}
 WORK_DIR=${WORK_DIR:-runs/link}
 OUTPUT=${OUTPUT:-docs/results/link}
 
