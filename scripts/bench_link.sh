@@ -9,9 +9,10 @@
 #
 # RATE_MBIT    of the link (default 100)
 # DELAYS_MS    delays in each direction to measure with (default "0 20")
-# METHODS      of none sync torch edit edit_delay edit_int8 edit_delay_int8 (default all; none, the
-#              run without communication, is what the others are compared with)
-# CYCLES       measured blocks of 16 steps of each method (default 6)
+# METHODS      of none sync torch edit edit_delay edit_int8 edit_delay_int8, in the order of their
+#              turns (default all; none, the run without communication, is what the others are
+#              compared with, and those that differ from it least come next to it)
+# CYCLES       measured blocks of 16 steps of each method (default 4)
 # PREFETCH     --edit-sync-prefetch (default that of the flag)
 # WORK_DIR     data and logs are written here (default runs/link)
 # OUTPUT       of table and plot, without suffix (default docs/results/link; --quick: in WORK_DIR)
@@ -39,8 +40,8 @@ if (($#)); then
 fi
 RATE_MBIT=${RATE_MBIT:-100}
 read -ra delays_ms <<<"${DELAYS_MS:-0 20}"
-read -ra methods <<<"${METHODS:-none sync torch edit edit_delay edit_int8 edit_delay_int8}"
-CYCLES=${CYCLES:-6}
+read -ra methods <<<"${METHODS:-sync torch edit none edit_delay edit_delay_int8 edit_int8}"
+CYCLES=${CYCLES:-4}
 WORK_DIR=${WORK_DIR:-runs/link}
 OUTPUT=${OUTPUT:-docs/results/link}
 

@@ -74,7 +74,6 @@ def _train(case: Case, prefetches: list[int]) -> list[dict[str, Any]]:
 
 INT8 = {"warmup_steps": 1, "sync_interval": 3, "compression": "int8"}
 CASES = {
-    "R3": Case(replicas=3, steps=12, edit=INT8),
     "delay 2": Case(steps=12, edit={**INT8, "delay_steps": 2}),
     "S2": Case(shard=2, steps=12, edit=INT8),
     "PP2 tied": Case(pp=2, tied=True, steps=12, edit=INT8),

@@ -274,8 +274,8 @@ def test_a_quick_run(tmp_path: Path) -> None:
     # headers, acknowledgements and norms are a few parts in a hundred.)
     assert rows["none"].sent_bytes < 5_000
     assert parameters < rows["edit_int8"].sent_bytes < 1.2 * parameters
-    # Two collectives of 40 ms and the exchange of norms.
-    assert 0.1 < rows["edit_int8"].exposed_s.median < 5
+    # The exchange of norms and two collectives, of 20 ms or more.
+    assert 0.06 < rows["edit_int8"].exposed_s.median < 5
     assert "| `edit`, int8 |" in (tmp_path / "quick.md").read_text()
     left = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True)
     assert "h0" not in left.stdout

@@ -65,7 +65,7 @@ class Model:
     ffn: int = 768
     heads: int = 4
     sequence: int = 128
-    micro_batch: int = 4
+    micro_batch: int = 8
 
     @property
     def flags(self) -> list[str]:
