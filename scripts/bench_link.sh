@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Measures methods over a slow link: two hosts on this machine, made of network namespaces, one rank
 # on each, and a model of 6.5 million parameters. Local step, exposed time of a synchronisation,
-# bytes on the link and peak memory go into a table and a plot. 25 minutes on 2 cores.
+# bytes on the link and peak memory go into a table and a plot. 30 minutes on 2 cores.
 #
 # Needs root and /dev/net/tun; says so and ends with code 0 where they are missing.
 #

@@ -201,7 +201,7 @@ def document(result: dict[str, Any], command: str, plot: str) -> str:
         "of a run begin a block at the same time, with the synchronisation at its start. Numbers "
         "are medians over the blocks (least to greatest).\n\n"
         "- *Tokens/s* is wall time of whole blocks, over that of the same cycle's block without "
-        "communication: `edit` whose first round never ends.\n"
+        "communication: `edit` whose first round never ends. Above 1 it is the machine's noise.\n"
         "- *Exposed* is the time a step waits for the other host: of the two ranks the one that "
         "waits less, since the other one also waits for it. `sync` synchronises at every step, the "
         "others once a round.\n"
