@@ -2,8 +2,8 @@
 
 A chain's next collective needs the result of the one before. Run to its end it would leave a link
 with a delay idle between the two; so its stages take turns with those of the chains that start
-after it. The turns follow from the order in which chains are started and waited for alone, which
-all replicas share, and so do the collectives.
+after it. The turns follow from the order in which chains are started alone, which all replicas
+share, and so the collectives have one order, too; chains may be waited for in any.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ class Background:
 
     Args:
         device: Where the tensors are.
-        ahead: Chains that may start before the result of one is waited for. The last stage of a
-            chain begins when so many more have started, the others evenly before it.
+        ahead: Chains that start before the result of one is waited for, unless there are no more
+            (:meth:`flush`). The last stage of a chain begins when so many more have started, the
+            others evenly before it.
     """
 
     def __init__(self, device: torch.device, ahead: int = 0) -> None:
@@ -72,8 +73,8 @@ class _Chain:
 
     def __init__(self, background: Background, stages: Sequence[Stage]) -> None:
         self._background = background
-        # Kept until they are waited for. Given back earlier, the memory of their tensors would be
-        # used again while the background stream still reads it.
+        # Kept until they are waited for. Given back earlier, the memory of what they were given
+        # would be used again while the background stream still reads it.
         self._stages = list(stages)
         self._begun: list[Future[None] | None] = []
         self._finished: torch.cuda.Event | None = None
@@ -92,8 +93,7 @@ class _Chain:
 
     def wait(self) -> None:
         """Returns when the result may be used on the current stream."""
-        while len(self._begun) < len(self._stages):
-            self._begin_next()
+        assert len(self._begun) == len(self._stages), "waited for before its turns have come"
         for ended in self._begun:
             if ended is not None:
                 ended.result()

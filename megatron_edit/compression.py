@@ -138,8 +138,9 @@ class _Stages:
     def send_sum(self) -> None:
         """Adds up this replica's part of all payloads, encodes the sum and sends it to all."""
         assert self._parts is not None
-        it = self._compressor
-        total = decode(self._parts.wait(), it.compression).sum(dim=0) + it.sum_error
+        it, parts = self._compressor, self._parts.wait()
+        self._parts = None
+        total = decode(parts, it.compression).sum(dim=0) + it.sum_error
         encoded = encode(total.unsqueeze(0), it.compression)
         kept = total - decode(encoded, it.compression).view(-1)
         copy_if_(it.sum_error, self._any_accepted, kept)
@@ -150,4 +151,5 @@ class _Stages:
         """Puts the sum of all parts in the payload's place."""
         assert self._sums is not None
         sums = decode(self._sums.wait(), self._compressor.compression)
+        self._sums = None
         self._payload.copy_(sums.view(-1)[: self._payload.numel()])

@@ -102,7 +102,7 @@ def log_collective(operation: str, milliseconds: float, size: int) -> None:
     """Adds one collective between replicas to DeepSpeed's comms logger.
 
     Args:
-        operation: ``all_reduce`` or ``all_gather_into_tensor``.
+        operation: ``all_reduce``, ``all_gather_into_tensor`` or ``all_to_all_single``.
         milliseconds: From its start until its result was waited for.
         size: Bytes of the tensor, as DeepSpeed counts them.
     """

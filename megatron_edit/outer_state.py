@@ -49,7 +49,7 @@ class Flight:
 
 def has_momentum(config: EditConfig) -> bool:
     """Whether there is an outer momentum to keep. With ``delay_round`` it also tells how far the
-    anchor has moved since a launch, so it is kept even where mu is 0."""
+    anchor has moved since a pseudo gradient was taken, so it is kept even where mu is 0."""
     clipped = config.outer_momentum_clip is not None
     return config.outer_momentum > 0 or clipped or config.delay_round
 
@@ -77,7 +77,7 @@ class OuterState:
         self.momentum = self._at_home(torch.zeros_like(anchor)) if has_momentum(config) else None
         # Whether the last landing moved the anchor, and did not roll it back.
         self.moved = torch.zeros((), dtype=torch.bool, device=self._device)
-        # With offloading: anchor and momentum on the device, from launch to landing.
+        # With offloading: anchor and momentum on the device, while they are in use.
         self._visiting: tuple[torch.Tensor, torch.Tensor | None] | None = None
         self.compressor: Compressor | None = None
         if config.compression != "none" and sync.size > 1:
@@ -136,8 +136,8 @@ class OuterState:
     def average(self, flight: Flight) -> torch.Tensor:
         """The averaged pseudo gradient of a flight that has been waited for, ``[numel]`` fp32.
 
-        With ``delay_round`` the anchor has moved since the launch, by -lr times the momentum;
-        the pseudo gradient is measured from where it is now (CO2).
+        With ``delay_round`` the anchor has moved since the pseudo gradient was taken, by -lr times
+        the momentum; it is measured from where the anchor is now (CO2).
         """
         payload = flight.payload
         if self._config.delay_round:

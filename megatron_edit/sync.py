@@ -324,7 +324,8 @@ class SyncEngine:
     def _after_forward(self, units: list[Unit]) -> None:
         if self._to_land:
             self._land_all(units)
-        # The forward hid the exchange of norms; the parameters are still those that were measured.
+        # The forward hid the exchange of norms. A departure that keeps progress notes parameters,
+        # which are still those that were measured.
         for round_ in self.flying:
             self._decide(round_)
 
@@ -340,7 +341,6 @@ class SyncEngine:
         if not self._spans_stages:
             return
         if self.outer[0].unit.spans_stages:
-            self._depart_until(round_, 0)
             self._land(self.outer[0])
         elif self.config.clip is not None:
             self.sum_in_order(torch.zeros((), device=self.device), self.mesh.worker_group)
@@ -350,8 +350,7 @@ class SyncEngine:
         round_, unit = self._landing, state.unit
         assert round_ is not None
         assert not unit.is_gathered, f"{unit.name} was gathered before its synchronisation"
-        position = self.outer.index(state)
-        self._depart_until(round_, position)
+        self._depart_until(round_, self.outer.index(state) + self.config.sync_prefetch)
         flight = round_.flights.pop(unit.index)
         with round_.record.exposed():
             flight.pending.wait()
@@ -364,7 +363,6 @@ class SyncEngine:
         decision = round_.decision(self.mesh.replica, unit.index)
         round_.record.applied(unit.index, square, state.land(flight, decision))
         del self._to_land[unit.index]
-        self._depart_until(round_, position + self.config.sync_prefetch)
 
     def _close_round(self) -> None:
         """Sends the numbers of a landed round off; not in the forward, where stages of a pipeline

@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-# Told of each finished collective: its name, milliseconds from start to result, bytes it sends.
+# Told of each collective that has been waited for: its name, milliseconds since its start, bytes.
 Observer = Callable[[str, float, int], None]
 
 

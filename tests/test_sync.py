@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections import Counter
 from collections.abc import Callable
@@ -27,7 +26,7 @@ from harness import (
     run_reference,
     start,
 )
-from torch import nn
+from skipping import skip_layer
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from megatron_edit.outer_state import OuterState
@@ -243,27 +242,6 @@ def test_without_the_guard_a_wrong_prefetch_trains_on_stale_weights(
 
 
 # --- Exactly once ----------------------------------------------------------------------------
-
-
-def skip_layer(layer: int, skipped: set[int], micro_batches: int) -> Callable[[Any], None]:
-    """Returns a preparation of a model by which a layer stays out of some micro-batches."""
-
-    def prepare(model: Any) -> None:
-        decoder, count = model.decoder, itertools.count()
-        whole = decoder.layers
-        short = nn.ModuleList(la for number, la in enumerate(whole) if number != layer)
-
-        def before(*_: object) -> None:
-            if next(count) % micro_batches in skipped:
-                decoder.layers = short
-
-        def after(*_: object) -> None:
-            decoder.layers = whole
-
-        decoder.register_forward_pre_hook(before)
-        decoder.register_forward_hook(after)
-
-    return prepare
 
 
 def _counts(case: Case, disturbance: str, mesh: Any) -> list[Counter[Event]]:
