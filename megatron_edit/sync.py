@@ -5,8 +5,8 @@ One synchronisation:
     step start       every unit: norm of its pseudo gradient -> one all-reduce in the replica
                      -> one all-gather over the replicas -> verdicts, weights
                      -> the first units' all-reduces start
-    before unit l    wait for its all-reduce -> clip -> outer step -> parameters := anchor
-                     -> the all-reduce of unit l+1 starts -> FSDP2 gathers unit l -> its forward
+    before unit l    the all-reduce of the next unit starts -> wait for that of unit l -> clip
+                     -> outer step -> parameters := anchor -> FSDP2 gathers unit l -> its forward
     after forward    any unit that the forward did not reach
 
 With a delay the norms are on their way during the first forward; after it all all-reduces start.
