@@ -13,17 +13,17 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from megatron_edit.arguments import describe, parse_args
+from megatron_edit.config.arguments import describe, parse_args
 from megatron_edit.errors import exit_on_configuration_error
-from megatron_edit.exit_agreement import ExitAgreement
-from megatron_edit.failure import HostPeers, exit_on_failure, located
-from megatron_edit.stop import Stop, StopConditions, nan_limit, rollback_limit
+from megatron_edit.run.exit_agreement import ExitAgreement
+from megatron_edit.run.failure import HostPeers, exit_on_failure, located
+from megatron_edit.run.stop import Stop, StopConditions, nan_limit, rollback_limit
 
 if TYPE_CHECKING:
-    from megatron_edit.checkpoint import Saver
-    from megatron_edit.mesh import Mesh
-    from megatron_edit.monitor import Monitor
-    from megatron_edit.training import Trainer
+    from megatron_edit.checkpoint.checkpoint import Saver
+    from megatron_edit.replicas.mesh import Mesh
+    from megatron_edit.run.monitor import Monitor
+    from megatron_edit.run.trainer import Trainer
 
 
 def main() -> int:
@@ -36,13 +36,14 @@ def main() -> int:
 def pretrain(args: Namespace) -> int:
     """From arguments to a trained model; returns the exit code."""
     # Not at the top of the file: megatron-core takes seconds, which a mistyped flag should not.
-    from megatron_edit import checkpoint, cpu
-    from megatron_edit.data import build_datasets, data_identity
-    from megatron_edit.factory import get_edit_model_and_optimizer
-    from megatron_edit.model import build_model, count_parameters
-    from megatron_edit.monitor import Monitor
-    from megatron_edit.tokenizer import build_tokenizer, model_vocab_size
-    from megatron_edit.training import Trainer, optimizer_config
+    from megatron_edit.backends.megatron.build import get_edit_model_and_optimizer
+    from megatron_edit.backends.megatron.model import build_model, count_parameters
+    from megatron_edit.checkpoint import checkpoint
+    from megatron_edit.data.datasets import build_datasets, data_identity
+    from megatron_edit.data.tokenizer import build_tokenizer, model_vocab_size
+    from megatron_edit.platform import cpu
+    from megatron_edit.run.monitor import Monitor
+    from megatron_edit.run.trainer import Trainer, optimizer_config
 
     tokenizer = build_tokenizer(args)
     args.padded_vocab_size = model_vocab_size(args, tokenizer)
@@ -87,8 +88,8 @@ def pretrain(args: Namespace) -> int:
 
 def set_up(args: Namespace) -> Mesh:
     """Joins the other ranks and says what runs where."""
-    from megatron_edit import cpu, ds_compat
-    from megatron_edit.mesh import build_mesh
+    from megatron_edit.platform import cpu, ds_compat
+    from megatron_edit.replicas.mesh import build_mesh
 
     if torch.cuda.is_available():
         torch.cuda.set_device(args.local_rank)
@@ -102,7 +103,7 @@ def set_up(args: Namespace) -> Mesh:
         args.distributed_timeout_minutes,
     )
     if ds_compat.configure_comms_logger(args.ds_config):
-        mesh.sync.on_collective = ds_compat.log_collective
+        mesh.peers.on_collective = ds_compat.log_collective
     if args.rank == 0:
         print(mesh.describe(), flush=True)
         print(describe(args), flush=True)
@@ -111,7 +112,7 @@ def set_up(args: Namespace) -> Mesh:
 
 def agreement(args: Namespace, first_step: int) -> ExitAgreement | None:
     """How ranks agree to stop, where something may stop them."""
-    from megatron_edit import ds_compat
+    from megatron_edit.platform import ds_compat
 
     if not args.exit_signal_handler and args.exit_duration_in_mins is None:
         return None
@@ -160,7 +161,7 @@ def report(args: Namespace, trainer: Trainer, monitor: Monitor) -> Stop | None:
 
 def finish(args: Namespace, trainer: Trainer, monitor: Monitor, saver: Saver) -> Stop | None:
     """Consolidates the replicas at the end of training, evaluates and saves the result."""
-    from megatron_edit import ds_compat
+    from megatron_edit.platform import ds_compat
 
     trainer.synchronize()
     step, stop = trainer.iteration, report(args, trainer, monitor)
@@ -172,9 +173,9 @@ def finish(args: Namespace, trainer: Trainer, monitor: Monitor, saver: Saver) ->
             losses = trainer.evaluate(trainer.test_data)
             monitor.validation(step, losses, "on test set", chart=False)
     save(args, trainer, monitor, saver)
-    sent_mb = trainer.mesh.sync.sent_bytes / 1e6
+    sent_mb = trainer.mesh.peers.sent_bytes / 1e6
     monitor.say(f"sent to other replicas by rank 0: {sent_mb:.1f} MB")
-    if trainer.mesh.sync.on_collective is not None:
+    if trainer.mesh.peers.on_collective is not None:
         ds_compat.print_comms_summary()
     return stop
 

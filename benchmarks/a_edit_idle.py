@@ -23,9 +23,9 @@ import torch.distributed as dist
 
 import pretrain_edit
 from benchmarks.trainings import ROOT, Trainings
-from megatron_edit import training
-from megatron_edit.failure import exit_on_failure
-from megatron_edit.sync_record import SyncRecord
+from megatron_edit.engine.record import SyncRecord
+from megatron_edit.run import trainer
+from megatron_edit.run.failure import exit_on_failure
 
 ROUNDS, SLOWER, OUTPUT_VARIABLE = 40, 4.3, "A_EDIT_IDLE_OUTPUT"
 WARMUP = 4
@@ -55,7 +55,7 @@ FLAGS: dict[str, object] = {
 }
 
 
-class MeasuredTrainer(training.Trainer):
+class MeasuredTrainer(trainer.Trainer):
     """A trainer that notes when its steps begin and how long it waits, and ends after ROUNDS."""
 
     def __init__(self, *args: Any) -> None:
@@ -113,7 +113,7 @@ class MeasuredTrainer(training.Trainer):
 
 def rank_main() -> None:
     """One rank of the training."""
-    training.Trainer = MeasuredTrainer  # type: ignore[assignment,misc]
+    trainer.Trainer = MeasuredTrainer  # type: ignore[assignment,misc]
     with exit_on_failure():
         code = pretrain_edit.main()
         dist.destroy_process_group()

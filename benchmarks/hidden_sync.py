@@ -22,22 +22,22 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import local_step
-from megatron_edit import cpu
-from megatron_edit.config import EditConfig
-from megatron_edit.sync_group import Pending, SyncGroup
+from megatron_edit.config.edit_config import EditConfig
+from megatron_edit.platform import cpu
+from megatron_edit.replicas.peers import PeerGroup, Pending
 
 INTERVAL, DELAY, LINK_S = 32, 12, 2.0
 
 
 class SlowLink:
-    """Makes the all-reduces of a sync group take their time, one after the other.
+    """Makes the all-reduces of a peer group take their time, one after the other.
 
     Args:
         sync: The group.
         numel: Elements that the link carries in ``LINK_S``.
     """
 
-    def __init__(self, sync: SyncGroup, numel: int) -> None:
+    def __init__(self, sync: PeerGroup, numel: int) -> None:
         self._numel, self._free_s = numel, 0.0
         self._all_reduce = sync.all_reduce
         sync.all_reduce = self.all_reduce  # type: ignore[method-assign]
@@ -64,7 +64,7 @@ def measure(rank: int, world: int, port: int, blocks: int, steps: int, results: 
     torch.set_num_threads(1)
     cpu.install()
     dist.init_process_group("gloo", rank=rank, world_size=world)
-    from megatron_edit.mesh import build_mesh
+    from megatron_edit.replicas.mesh import build_mesh
 
     mesh = build_mesh(world)
     delayed, engine = local_step.our_step(
@@ -74,7 +74,7 @@ def measure(rank: int, world: int, port: int, blocks: int, steps: int, results: 
     alone, _ = local_step.our_step(
         mesh, EditConfig(replicas=world, warmup_steps=0, sync_interval=1 << 30)
     )
-    SlowLink(mesh.sync, sum(unit.numel for unit in engine.units))
+    SlowLink(mesh.peers, sum(unit.numel for unit in engine.units))
     # The first synchronisation departs in the second block.
     for step in (delayed, alone, delayed, alone):
         block_s(step, steps)

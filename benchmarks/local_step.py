@@ -31,11 +31,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
-from megatron_edit import cpu
-from megatron_edit.config import EditConfig
+from megatron_edit.config.edit_config import EditConfig
+from megatron_edit.platform import cpu
 
 if TYPE_CHECKING:
-    from megatron_edit.sync import SyncEngine
+    from megatron_edit.engine.sync_engine import SyncEngine
 
 LAYERS, HIDDEN, HEADS, SEQUENCE, VOCABULARY, MICRO_BATCH = 6, 256, 8, 128, 1024, 4
 LR, CLIP, WEIGHT_DECAY = 3e-4, 1.0, 0.1
@@ -76,7 +76,7 @@ def our_step(mesh: Any, config: EditConfig) -> tuple[Callable[[], None], SyncEng
     from megatron.core.optimizer import OptimizerConfig
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    from megatron_edit.factory import get_edit_model_and_optimizer
+    from megatron_edit.backends.megatron.build import get_edit_model_and_optimizer
 
     (model,), optimizer = get_edit_model_and_optimizer(
         [build()],
@@ -153,7 +153,7 @@ def measure(rank: int, world: int, port: int, blocks: int, steps: int, results: 
     torch.set_num_threads(1)
     cpu.install()
     dist.init_process_group("gloo", rank=rank, world_size=world)
-    from megatron_edit.mesh import build_mesh
+    from megatron_edit.replicas.mesh import build_mesh
 
     mesh = build_mesh(1)
     # One replica, and no synchronisation in sight.

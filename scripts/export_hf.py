@@ -115,7 +115,7 @@ def export(args: Namespace) -> None:
     import torch
     from transformers import AutoTokenizer, LlamaForCausalLM
 
-    from megatron_edit.consolidate import find_checkpoint, read_run, whole_parameters
+    from megatron_edit.checkpoint.whole_model import find_checkpoint, read_run, whole_parameters
 
     folder = find_checkpoint(args.load, args.iteration)
     run = read_run(folder)

@@ -75,13 +75,13 @@ def generate(args: Namespace) -> str:
     Raises:
         ConfigurationError: There is no checkpoint or no tokenizer.
     """
-    from megatron_edit.consolidate import (
+    from megatron_edit.checkpoint.whole_model import (
         find_checkpoint,
         load_whole_model,
         one_rank_mesh,
         read_run,
     )
-    from megatron_edit.tokenizer import build_tokenizer
+    from megatron_edit.data.tokenizer import build_tokenizer
 
     folder = find_checkpoint(args.load, args.iteration)
     run = read_run(folder)

@@ -16,9 +16,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron_edit.config import EditConfig, allowed_values, flag_name, show
-from megatron_edit.flags import ATORCH_ALIASES
-from megatron_edit.methods import PRESETS
+from megatron_edit.config.edit_config import EditConfig, allowed_values, flag_name, show
+from megatron_edit.config.flags import ATORCH_ALIASES
+from megatron_edit.config.methods import PRESETS
 
 ROOT = Path(__file__).resolve().parent.parent
 FILES = ("README.md", "docs/configuration.md")

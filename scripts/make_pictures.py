@@ -91,7 +91,7 @@ def mesh() -> None:
             picture.arrow(x, 164, x, 196, both=True)
     for y in (131, 229):
         picture.arrow(354, y, 466, y, both=True)
-    picture.text(410, 156, "sync groups")
+    picture.text(410, 156, "peer groups")
     picture.text(410, 176, "0-8, 1-9, ...", font_size="12")
     picture.text(410, 196, "the slow link", font_size="12")
     lines = [

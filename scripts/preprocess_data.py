@@ -31,7 +31,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron_edit.corpus import (
+from megatron_edit.data.corpus import (
     LINE_SUFFIXES,
     BadRowError,
     Batch,
@@ -39,13 +39,13 @@ from megatron_edit.corpus import (
     input_kind,
     read_batches,
 )
-from megatron_edit.errors import ConfigurationError, exit_on_configuration_error
-from megatron_edit.tokenizer import (
+from megatron_edit.data.tokenizer import (
     TOKENIZER_TYPES,
     NullTokenizer,
     Tokenizer,
     build_tokenizer,
 )
+from megatron_edit.errors import ConfigurationError, exit_on_configuration_error
 
 SHOWN_BAD_ROWS = 10
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron_edit.corpus import BadRowError, read_batches
+from megatron_edit.data.corpus import BadRowError, read_batches
 from megatron_edit.errors import ConfigurationError, exit_on_configuration_error
 
 END_OF_DOCUMENT = "<|endoftext|>"

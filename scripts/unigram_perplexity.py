@@ -17,7 +17,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron_edit.data_sources import open_indexed
+from megatron_edit.data.sources import open_indexed
 from megatron_edit.errors import exit_on_configuration_error
 
 

@@ -4,7 +4,7 @@ import argparse
 
 import pytest
 
-from megatron_edit.arguments import parse_args
+from megatron_edit.config.arguments import parse_args
 from megatron_edit.errors import exit_on_configuration_error
 
 REQUIRED = {

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_edit import cpu
+from megatron_edit.platform import cpu
 
 _FORK = mp.get_context("fork")
 # Imports megatron-core here and not once more in every rank.

@@ -15,13 +15,13 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_edit.config import EditConfig
-from megatron_edit.factory import get_edit_model_and_optimizer
-from megatron_edit.mesh import Mesh, build_mesh
-from megatron_edit.model import build_model
-from megatron_edit.optimizer import EDiTDistributedOptimizer
-from megatron_edit.reference import NaiveReference
-from megatron_edit.units import global_name, unit_names
+from megatron_edit.backends.megatron.build import get_edit_model_and_optimizer
+from megatron_edit.backends.megatron.model import build_model
+from megatron_edit.backends.megatron.optimizer import EDiTDistributedOptimizer
+from megatron_edit.backends.megatron.units import global_name, unit_names
+from megatron_edit.config.edit_config import EditConfig
+from megatron_edit.engine.reference import NaiveReference
+from megatron_edit.replicas.mesh import Mesh, build_mesh
 
 SEQUENCE = 16
 VOCABULARY = 64

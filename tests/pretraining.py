@@ -20,11 +20,11 @@ from megatron.core import tensor_parallel
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 import pretrain_edit
-from megatron_edit import training
-from megatron_edit.checkpoint import Saver
-from megatron_edit.ds_compat import name_accelerator
-from megatron_edit.mesh import destroy_mesh
-from megatron_edit.training import Trainer
+from megatron_edit.checkpoint.checkpoint import Saver
+from megatron_edit.platform.ds_compat import name_accelerator
+from megatron_edit.replicas.mesh import destroy_mesh
+from megatron_edit.run import trainer
+from megatron_edit.run.trainer import Trainer
 
 # pretrain_edit imports these late; forked ranks are to find them imported.
 name_accelerator()
@@ -139,7 +139,7 @@ def pretrain(argv: list[str], prepare: Prepare | None = None) -> Run:
     """
     run = Run()
     trainers: list[Trainer] = []
-    interval, start, iterator = Trainer.interval, Trainer.start, training.train_iterator
+    interval, start, iterator = Trainer.interval, Trainer.start, trainer.train_iterator
     save = Saver.save
 
     def noting_interval(trainer: Trainer) -> Any:
@@ -169,7 +169,7 @@ def pretrain(argv: list[str], prepare: Prepare | None = None) -> Run:
         patch.object(Trainer, "interval", noting_interval),
         patch.object(Trainer, "start", noting_start),
         patch.object(Saver, "save", noting_save),
-        patch.object(training, "train_iterator", noting_iterator),
+        patch.object(trainer, "train_iterator", noting_iterator),
         patch("sys.argv", ["pretrain_edit.py", *argv]),
         redirect_stdout(out),
         redirect_stderr(err),

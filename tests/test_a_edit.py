@@ -11,7 +11,7 @@ import pytest
 from distributed import run_ranks
 from harness import Case, Training, digest, run_reference, start
 
-from megatron_edit.trigger import TimeTrigger
+from megatron_edit.engine.trigger import TimeTrigger
 
 # Seconds a step takes on each replica.
 SPEEDS = (1.0, 4.3)
@@ -30,7 +30,7 @@ class Clock:
 
 def simulate_clock(training: Training, rank_clock: Clock) -> list[float]:
     """Gives the engine a simulated clock; returns the list of waits at meetings, to be filled."""
-    sync, trigger = training.mesh.sync, training.engine.trigger
+    sync, trigger = training.mesh.peers, training.engine.trigger
     trigger.clock = rank_clock
     waits: list[float] = []
     real = sync.all_gather_on_host
@@ -63,7 +63,7 @@ def run(case: Case, weights: dict[str, Any], rounds: int) -> dict[str, Any]:
         "waits": waits,
         "clock": clock.now,
         "steps": training.engine.step,
-        "met": training.engine.meetings.steps,
+        "met": training.engine.rendezvous.steps,
         "consumed": training.engine.consumed_samples,
         "records": training.engine.records(),
         "theta": digest(local for unit in training.engine.units for local in unit.locals),
@@ -172,7 +172,7 @@ def _stop_from_one_rank(case: Case, weights: dict[str, Any]) -> list[int]:
     training = start(case, weights)
     clock = Clock()
     simulate_clock(training, clock)
-    meetings = training.engine.meetings
+    meetings = training.engine.rendezvous
     while not meetings.stop:
         if training.engine.step == 4 and training.mesh.replica == 0:
             # One rank of the replica suffices, if it is the one whose clock decides.

@@ -7,10 +7,10 @@ import pytest
 import torch
 from command_lines import command_line, parse, refusal
 
-from megatron_edit import validate
-from megatron_edit.arguments import as_dict, describe, parse_args
-from megatron_edit.flags import ATORCH_ALIASES, FLAG_NAMES
-from megatron_edit.parser import known_flags
+from megatron_edit.config import checks
+from megatron_edit.config.arguments import as_dict, describe, parse_args
+from megatron_edit.config.flags import ATORCH_ALIASES, FLAG_NAMES
+from megatron_edit.config.parser import known_flags
 
 CONFIGS = Path(__file__).parent.parent / "ds_configs"
 
@@ -131,7 +131,7 @@ def test_flags_beat_the_json_where_that_is_harmless(tmp_path: Path) -> None:
 
 
 def test_monitor_flags_need_no_json(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(validate, "find_spec", lambda name: name)
+    monkeypatch.setattr(checks, "find_spec", lambda name: name)
     args = parse("--edit-method sync --tensorboard-dir runs --wandb-project demo")
     assert args.ds_config["tensorboard"] == {
         "enabled": True,

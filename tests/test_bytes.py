@@ -9,7 +9,7 @@ import pytest
 from distributed import run_ranks
 from harness import Case, CollectiveLog, start
 
-from megatron_edit.model import count_parameters
+from megatron_edit.backends.megatron.model import count_parameters
 
 BASE = Case(layers=2, edit={"warmup_steps": 2, "sync_interval": 3})
 # Steps 0 and 1 are synchronous; step 2 creates the anchor; steps 5 and 8 synchronise.

@@ -16,7 +16,7 @@ from distributed import run_ranks
 from dying_ranks import run_dying_ranks
 from pretraining import Run, command_line, newest, pretrain
 
-from megatron_edit import checkpoint
+from megatron_edit.checkpoint import checkpoint
 
 # Warm-up 4, tau 4: synchronisations are due at the start of steps 8 and 12, and at the end. The
 # learning rate warms up over 5 steps, so that a stop in it shows a wrong schedule.

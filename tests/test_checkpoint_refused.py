@@ -11,10 +11,10 @@ import pytest
 from distributed import run_ranks
 from pretraining import Run, command_line, pretrain, tokens
 
-from megatron_edit import checkpoint
-from megatron_edit.arguments import parse_args
+from megatron_edit.checkpoint import checkpoint
+from megatron_edit.config.arguments import parse_args
+from megatron_edit.data.tokenizer import NullTokenizer, model_vocab_size
 from megatron_edit.errors import ConfigurationError
-from megatron_edit.tokenizer import NullTokenizer, model_vocab_size
 
 
 def _pretrain_all(lines: list[str]) -> list[Run]:

@@ -21,7 +21,7 @@ from benchmarks.compare_methods import (
     parse_log,
 )
 from benchmarks.trainings import ROOT
-from megatron_edit.methods import PRESETS
+from megatron_edit.config.methods import PRESETS
 
 LINE = (
     " [2026-01-31 12:00:00.123456] iteration {iteration:8d}/      40 | consumed samples: "

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from distributed import run_ranks
 
-from megatron_edit.background import Background
-from megatron_edit.compression import BLOCK, Compressor, decode, encode
-from megatron_edit.mesh import build_mesh
+from megatron_edit.replicas.chains import Chains
+from megatron_edit.replicas.compression import BLOCK, Compressor, decode, encode
+from megatron_edit.replicas.mesh import build_mesh
 
 CPU = torch.device("cpu")
 
@@ -44,7 +44,7 @@ def _sum_rounds(compression: str, numel: int, rounds: int) -> dict[str, Any]:
     """Sums payloads over all ranks for a few rounds and counts the bytes this rank sends."""
     world = dist.get_world_size()
     mesh = build_mesh(world)
-    compressor = Compressor(compression, numel, mesh.sync, Background(CPU), CPU)
+    compressor = Compressor(compression, numel, mesh.peers, Chains(CPU), CPU)
     sent = []
     original = dist.all_to_all_single, dist.all_gather_single
 
@@ -104,7 +104,7 @@ def _excluded() -> dict[str, Any]:
     """Rank 1 is excluded in a round, then nobody takes part, then all do."""
     rank, numel = dist.get_rank(), 2 * BLOCK
     mesh = build_mesh(2)
-    compressor = Compressor("int8", numel, mesh.sync, Background(CPU), CPU)
+    compressor = Compressor("int8", numel, mesh.peers, Chains(CPU), CPU)
     yes, no = torch.tensor(True), torch.tensor(False)
     first = payload_of(rank, numel)
     compressor.all_reduce(first, yes, yes, "test").wait()

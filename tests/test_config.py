@@ -6,15 +6,15 @@ from typing import get_args
 import pytest
 from pydantic import ValidationError
 
-from megatron_edit.config import EditConfig, flag_name, help_text, parse_flag_value
+from megatron_edit.config.edit_config import EditConfig, flag_name, help_text, parse_flag_value
+from megatron_edit.config.methods import PRESETS, resolve
+from megatron_edit.config.parser import build_parser
 from megatron_edit.errors import (
     ConfigurationError,
     did_you_mean,
     exit_on_configuration_error,
     unknown_name,
 )
-from megatron_edit.methods import PRESETS, resolve
-from megatron_edit.parser import build_parser
 
 BAD_VALUES = [
     ({"sync_interval": 0}, "edit.sync_interval: got 0; allowed: an integer >= 1"),

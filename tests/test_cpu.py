@@ -14,7 +14,7 @@ import pytest
 import torch
 from distributed import run_ranks
 
-from megatron_edit import cpu
+from megatron_edit.platform import cpu
 
 RANDOM = "megatron.core.tensor_parallel.random"
 

@@ -13,8 +13,8 @@ import torch
 import torch.multiprocessing as mp
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
-from megatron_edit.config import EditConfig
-from megatron_edit.data import (
+from megatron_edit.config.edit_config import EditConfig
+from megatron_edit.data.datasets import (
     SampleOrder,
     build_datasets,
     data_identity,
@@ -22,9 +22,9 @@ from megatron_edit.data import (
     validation_iterator,
     validation_order,
 )
-from megatron_edit.data_sources import CHUNK_TOKENS, largest_token, parse_blend, parse_split
+from megatron_edit.data.sources import CHUNK_TOKENS, largest_token, parse_blend, parse_split
+from megatron_edit.data.tokenizer import NullTokenizer
 from megatron_edit.errors import ConfigurationError
-from megatron_edit.tokenizer import NullTokenizer
 
 SEQ = 16
 TOKENIZER = NullTokenizer(999)

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from distributed import run_ranks
 from harness import Case, start
 
-from megatron_edit.methods import PRESETS
-from megatron_edit.sync_group import Gathering
+from megatron_edit.config.methods import PRESETS
+from megatron_edit.replicas.peers import Gathering
 
 SMALL = Case(layers=2, edit={"warmup_steps": 1, "sync_interval": 2})
 DELAYED = {
@@ -27,7 +27,7 @@ def _compute_while_the_peer_is_late(case: Case, path: str) -> list[int]:
     """Replica 1 sends its norms off only when replica 0 has computed its last layer; returns the
     rounds that were synchronised."""
     training = start(case)
-    engine, sync = training.engine, training.mesh.sync
+    engine, sync = training.engine, training.mesh.peers
     store = dist.FileStore(path, 2)
     store.set_timeout(timedelta(seconds=20))
     # The first of a step's two micro-batches sets the key before the second one does.

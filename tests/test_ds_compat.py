@@ -16,9 +16,9 @@ from deepspeed.comm.comm import comms_logger
 from deepspeed.ops import __compatible_ops__
 from distributed import free_port, run_ranks
 
-from megatron_edit import ds_compat
 from megatron_edit.errors import ConfigurationError
-from megatron_edit.mesh import build_mesh
+from megatron_edit.platform import ds_compat
+from megatron_edit.replicas.mesh import build_mesh
 
 
 def _store() -> tuple[str, bool]:
@@ -88,10 +88,10 @@ def _log_collectives() -> tuple[list[str], bool]:
     assert not ds_compat.configure_comms_logger({})
     on = ds_compat.configure_comms_logger(JSON)
     mesh = build_mesh(2, timeout_minutes=1)
-    mesh.sync.on_collective = ds_compat.log_collective
+    mesh.peers.on_collective = ds_compat.log_collective
     for _ in range(3):
-        mesh.sync.all_reduce(torch.ones(1024), "a test").wait()
-    mesh.sync.all_gather(torch.ones(4), "a test")
+        mesh.peers.all_reduce(torch.ones(1024), "a test").wait()
+    mesh.peers.all_gather(torch.ones(4), "a test")
     rows = [
         f"{operation} {size} x{len(figures[1])}"
         for operation, sizes in comms_logger.comms_dict.items()

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_edit.ds_config import NOT_HONOURED, load_ds_config
+from megatron_edit.config.ds_config import NOT_HONOURED, load_ds_config
+from megatron_edit.config.methods import PRESETS
 from megatron_edit.errors import ConfigurationError
-from megatron_edit.methods import PRESETS
 
 SHIPPED = sorted((Path(__file__).parent.parent / "ds_configs").glob("*.json"))
 

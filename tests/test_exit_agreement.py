@@ -7,8 +7,8 @@ from datetime import timedelta
 import torch.distributed as dist
 from distributed import run_ranks
 
-from megatron_edit.ds_compat import default_store
-from megatron_edit.exit_agreement import ExitAgreement
+from megatron_edit.platform.ds_compat import default_store
+from megatron_edit.run.exit_agreement import ExitAgreement
 
 MEET_AFTER = 4
 TIMEOUT = timedelta(seconds=30)

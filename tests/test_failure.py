@@ -18,13 +18,14 @@ from distributed import run_ranks
 from dying_ranks import run_dying_ranks
 from pretraining import command_line, pretrain
 
-from megatron_edit import errors, failure
-from megatron_edit.ds_compat import default_store
+from megatron_edit import errors
 from megatron_edit.errors import ConfigurationError
-from megatron_edit.failure import HostPeers, RankFailedError, exit_on_failure, located
-from megatron_edit.mesh import build_mesh
-from megatron_edit.sync_group import SyncError
-from megatron_edit.training import Trainer
+from megatron_edit.platform.ds_compat import default_store
+from megatron_edit.replicas.mesh import build_mesh
+from megatron_edit.replicas.peers import PeerError
+from megatron_edit.run import failure
+from megatron_edit.run.failure import HostPeers, RankFailedError, exit_on_failure, located
+from megatron_edit.run.trainer import Trainer
 
 FORK = mp.get_context("fork")
 
@@ -71,8 +72,8 @@ CLOSED = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection 
     ("error", "line", "has_traceback"),
     [
         (RuntimeError(f"{CLOSED} [127.0.0.1]:1234"), f"{CLOSED} [127.0.0.1]:1234", False),
-        (SyncError("round 3 failed\nmore"), "round 3 failed", False),
-        (SyncError("Closed. This is typically caused by a crash."), "Closed.", False),
+        (PeerError("round 3 failed\nmore"), "round 3 failed", False),
+        (PeerError("Closed. This is typically caused by a crash."), "Closed.", False),
         (caused(Exception("no data"), RuntimeError(CLOSED)), "no data", False),
         (dist.DistBackendError("NCCL error"), "NCCL error", False),
         (RuntimeError("shapes differ\nhere"), "RuntimeError: shapes differ", True),
@@ -173,8 +174,8 @@ def _stuck_rank() -> str:
     if mesh.replica == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
     try:
-        mesh.sync.all_gather(torch.zeros(3), "exchanging norms in round 3")
-    except SyncError as error:
+        mesh.peers.all_gather(torch.zeros(3), "exchanging norms in round 3")
+    except PeerError as error:
         return str(error)
     return "no error"
 
@@ -185,7 +186,7 @@ def test_a_stuck_rank_is_waited_for_until_the_time_out() -> None:
     assert 1.5 < time.monotonic() - started_s < 30
     assert codes == {1: None}
     assert messages[0].startswith(
-        "exchanging norms in round 3 failed in the sync group of replica 0 (ranks [0, 1]): "
+        "exchanging norms in round 3 failed in the peer group of replica 0 (ranks [0, 1]): "
     )
     assert "2000ms" in messages[0]
 
@@ -220,12 +221,12 @@ def _killed_in_training(line: str) -> tuple[str, float]:
         (
             "--edit-sync-interval 4",
             "step 7, forward and backward: ",
-            "exchanging norms in round 0 failed in the sync group of replica 0 (ranks [0, 1])",
+            "exchanging norms in round 0 failed in the peer group of replica 0 (ranks [0, 1])",
         ),
         (
             "--edit-sync-interval 40",
             "step 8, log line: ",
-            "gathering the log line failed in the sync group of replica 0 (ranks [0, 1])",
+            "gathering the log line failed in the peer group of replica 0 (ranks [0, 1])",
         ),
         ("--edit-warmup-steps 40", "step 6, ", "pair.cc"),
     ],

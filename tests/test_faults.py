@@ -55,7 +55,7 @@ def expected_anchor(training: Training, state: Any, good: list[int]) -> torch.Te
     """The formulas of a synchronisation, from the replicas that take part, in fp64."""
     config, mesh, unit = training.case.config, training.mesh, state.unit
     flat = torch.cat([local.reshape(-1) for local in unit.locals])
-    replicas = mesh.sync.all_gather(flat, "test").double()
+    replicas = mesh.peers.all_gather(flat, "test").double()
     anchor, momentum = state.anchor.double(), state.momentum.double()
     deltas = [anchor - replicas[replica] for replica in good]
     norms = torch.tensor([norm_of(training, unit, delta) for delta in deltas])

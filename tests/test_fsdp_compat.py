@@ -7,7 +7,7 @@ from distributed import run_ranks
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from megatron_edit.fsdp_compat import gather_begun
+from megatron_edit.platform.fsdp_compat import gather_begun
 
 
 def _follow_a_gather() -> list[bool]:

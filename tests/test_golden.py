@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_edit.config import EditConfig
-from megatron_edit.methods import PRESETS
-from megatron_edit.reference import NaiveReference
+from megatron_edit.config.edit_config import EditConfig
+from megatron_edit.config.methods import PRESETS
+from megatron_edit.engine.reference import NaiveReference
 
 FILE = Path(__file__).parent / "golden" / "methods.json"
 # The numbers are given to 7 digits.

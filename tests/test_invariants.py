@@ -26,8 +26,8 @@ from harness import (
     whole_models,
 )
 
-from megatron_edit.model import build_model
-from megatron_edit.sync_group import SyncError
+from megatron_edit.backends.megatron.model import build_model
+from megatron_edit.replicas.peers import PeerError
 
 SMALL = Case(layers=2, steps=6, clip_grad=0.0, edit={"warmup_steps": 1, "sync_interval": 2})
 SGD_LR = 0.5
@@ -294,7 +294,7 @@ def _launch_in_another_order(case: Case) -> str:
     try:
         for _ in range(4):
             training.step()
-    except SyncError as error:
+    except PeerError as error:
         return str(error)
     return ""
 

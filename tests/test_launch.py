@@ -98,7 +98,7 @@ def test_two_nodes_without_ssh_and_a_killed_rank(
         assert time.monotonic() - killed_s < 30
         (line,) = [line for line in first.output.splitlines() if line.startswith("error: ")]
         assert line.startswith("error: rank 0 (replica 0), step ")
-        assert " in the sync group of replica 0 (ranks [0, 1]): " in line
+        assert " in the peer group of replica 0 (ranks [0, 1]): " in line
         assert line.endswith("; gone on this host: rank 1")
         assert "Traceback" not in first.output
 

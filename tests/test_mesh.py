@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 from distributed import run_ranks
 
-from megatron_edit.mesh import build_mesh, destroy_mesh
+from megatron_edit.replicas.mesh import build_mesh, destroy_mesh
 
 GROUPS = ("worker_group", "stage_group", "shard_group", "tensor_group", "pipeline_group")
 
@@ -22,8 +22,8 @@ def _describe(layouts: list[tuple[int, int, int]]) -> list[dict[str, Any]]:
         described.append(
             {
                 **groups,
-                "sync": mesh.sync.ranks,
-                "rank in sync": mesh.sync.rank,
+                "sync": mesh.peers.ranks,
+                "rank in sync": mesh.peers.rank,
                 "replica": mesh.replica,
                 "sizes": (mesh.replicas, mesh.pipeline_parallel, mesh.shard, mesh.tensor_parallel),
                 "place": (mesh.pipeline_rank, mesh.shard_rank, mesh.tensor_rank),

@@ -7,7 +7,7 @@ import pytest
 from distributed import run_ranks
 from harness import Case, mean_losses, run_engine, run_reference
 
-from megatron_edit.methods import PRESETS
+from megatron_edit.config.methods import PRESETS
 
 
 def preset(method: str, **fields: object) -> dict[str, object]:

@@ -17,11 +17,11 @@ from pretraining import Run, command_line, pretrain
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.custom_scalar import layout_pb2
 
-from megatron_edit import ds_compat
-from megatron_edit.arguments import parse_args
+from megatron_edit.config.arguments import parse_args
 from megatron_edit.errors import ConfigurationError
-from megatron_edit.monitor import Interval, Monitor, chart_layout
-from megatron_edit.stop import Stop
+from megatron_edit.platform import ds_compat
+from megatron_edit.run.monitor import Interval, Monitor, chart_layout
+from megatron_edit.run.stop import Stop
 
 UNITS = ["embedding", "layers.0", "layers.1", "head"]
 MEGATRON_TAGS = [

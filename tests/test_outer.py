@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_edit.outer import outer_step_
+from megatron_edit.engine.outer import outer_step_
 
 YES, NO = torch.tensor(True), torch.tensor(False)
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
-from megatron_edit.penalty import (
+from megatron_edit.engine.penalty import (
     DETECTORS,
     DetectorState,
     masked_median,

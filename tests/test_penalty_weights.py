@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megatron_edit.penalty import WEIGHTINGS, clip_coefficient, contribution_, weights
+from megatron_edit.engine.penalty import WEIGHTINGS, clip_coefficient, contribution_, weights
 
 NAN, INF = math.nan, math.inf
 

@@ -20,7 +20,7 @@ sys.path.insert(0, str(SCRIPTS))
 import preprocess_data  # noqa: E402
 import train_tokenizer  # noqa: E402
 
-from megatron_edit.tokenizer import HuggingFaceTokenizer  # noqa: E402
+from megatron_edit.data.tokenizer import HuggingFaceTokenizer  # noqa: E402
 
 NULL = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "100"]
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from distributed import free_port
 
-from megatron_edit.arguments import parse_args
-from megatron_edit.parser import known_flags
+from megatron_edit.config.arguments import parse_args
+from megatron_edit.config.parser import known_flags
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))

@@ -11,9 +11,9 @@ import pytest
 from distributed import free_port
 from small_corpus import small_corpus
 
-from megatron_edit.arguments import parse_args
-from megatron_edit.model import count_parameters
-from megatron_edit.tokenizer import padded_vocab_size
+from megatron_edit.backends.megatron.model import count_parameters
+from megatron_edit.config.arguments import parse_args
+from megatron_edit.data.tokenizer import padded_vocab_size
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "scripts" / "pretrain_llama_7b_edit.sh"

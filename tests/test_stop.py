@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron_edit.stop import nan_limit, rollback_limit
+from megatron_edit.run.stop import nan_limit, rollback_limit
 
 
 @pytest.mark.parametrize(

@@ -29,9 +29,9 @@ from harness import (
 from skipping import skip_layer
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
-from megatron_edit.outer_state import OuterState
-from megatron_edit.sync_group import Pending
-from megatron_edit.units import Unit
+from megatron_edit.backends.megatron.units import Unit
+from megatron_edit.engine.outer_state import OuterState
+from megatron_edit.replicas.peers import Pending
 
 # Step 0 is synchronous; steps 3 and 5 begin with a synchronisation.
 SMALL = Case(layers=3, steps=6, edit={"warmup_steps": 1, "sync_interval": 2})
@@ -68,7 +68,7 @@ class Timeline:
         return lambda *_: self.events.append((what, unit))
 
     def _watch_collectives(self, training: Training) -> None:
-        sync = training.engine.mesh.sync
+        sync = training.engine.mesh.peers
         all_reduce = sync.all_reduce
 
         def watched(flat: torch.Tensor, phase: str) -> Pending:
@@ -190,7 +190,7 @@ def _compute_while_the_peer_is_late(path: str) -> None:
     until_synchronisation(training)
     store = dist.FileStore(path, 2)
     store.set_timeout(timedelta(seconds=20))
-    sync, layer = training.mesh.sync, training.chunks[0].module.decoder.layers[0]
+    sync, layer = training.mesh.peers, training.chunks[0].module.decoder.layers[0]
     if training.mesh.replica == 0:
         layer.register_forward_hook(lambda *_: store.set("layers.0", "done"))
     else:

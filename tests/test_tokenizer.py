@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from megatron_edit.data.tokenizer import build_tokenizer, model_vocab_size, padded_vocab_size
 from megatron_edit.errors import ConfigurationError
-from megatron_edit.tokenizer import build_tokenizer, model_vocab_size, padded_vocab_size
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -17,9 +17,8 @@ from distributed import run_ranks
 from pretraining import Prepare, Run, command_line, newest, pretrain
 
 import pretrain_edit
-from megatron_edit import training
-from megatron_edit.stop import StopConditions
-from megatron_edit.training import Totals, Trainer
+from megatron_edit.run.stop import StopConditions
+from megatron_edit.run.trainer import Totals, Trainer
 
 # Warm-up 3, tau 4: rounds end at the start of steps 7 and 11, counted from 0.
 FIELDS = [
@@ -321,7 +320,7 @@ def test_what_happens_between_steps_is_not_their_time() -> None:
     trainer = Trainer.__new__(Trainer)
     trainer._totals = Namespace(started_s=10.0)  # type: ignore[assignment]
     with (
-        patch.object(training.time, "perf_counter", side_effect=[20.0, 27.5]),
+        patch.object(trainer.time, "perf_counter", side_effect=[20.0, 27.5]),
         trainer.outside_of_steps("evaluation"),
     ):
         assert trainer.phase == "evaluation"

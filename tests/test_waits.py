@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks import a_edit_idle, hidden_sync
-from megatron_edit.sync_group import DONE
+from megatron_edit.replicas.peers import DONE
 
 
 def test_report_of_idle_time() -> None:

@@ -14,12 +14,12 @@ import torch.distributed as dist
 
 import pretrain_edit
 from benchmarks.link.gate import Gate
-from megatron_edit import training
-from megatron_edit.failure import exit_on_failure
-from megatron_edit.sync_record import SyncRecord
+from megatron_edit.engine.record import SyncRecord
+from megatron_edit.run import trainer
+from megatron_edit.run.failure import exit_on_failure
 
 
-class GatedTrainer(training.Trainer):
+class GatedTrainer(trainer.Trainer):
     """A trainer that asks for leave before a step and reports how long it waited for others."""
 
     def __init__(self, *args: Any) -> None:
@@ -47,7 +47,7 @@ class GatedTrainer(training.Trainer):
         """The gradient average of synchronous training, which the engine keeps no record of."""
 
         def timed() -> None:
-            if not self.engine.synchronous:
+            if not self.engine.lockstep:
                 return
             started_s = time.perf_counter()
             average()
@@ -57,7 +57,7 @@ class GatedTrainer(training.Trainer):
 
 
 if __name__ == "__main__":
-    training.Trainer = GatedTrainer  # type: ignore[assignment,misc]
+    trainer.Trainer = GatedTrainer  # type: ignore[assignment,misc]
     with exit_on_failure():
         code = pretrain_edit.main()
         if dist.is_initialized():

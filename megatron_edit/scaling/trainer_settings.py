@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
-from megatron_edit.config import flag_name
+from megatron_edit.config.edit_config import flag_name
+from megatron_edit.config.methods import resolve
 from megatron_edit.errors import ConfigurationError
-from megatron_edit.methods import resolve
 from megatron_edit.scaling.cluster import Cluster
 from megatron_edit.scaling.planner import Plan, Setting
 

@@ -1,0 +1,154 @@
+"""Builds the argument parser from the flag tables and `EditConfig`, and reads a command line."""
+
+import argparse
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from megatron_edit.config.edit_config import (
+    EditConfig,
+    flag_name,
+    help_text,
+    inner_type,
+    parse_flag_value,
+    show,
+)
+from megatron_edit.config.flags import (
+    ATORCH_ALIASES,
+    FLAG_NAMES,
+    FLAGS,
+    REFUSED_FLAGS,
+    Flag,
+    one_of,
+)
+from megatron_edit.errors import ConfigurationError, did_you_mean
+
+OUTER_OPTIMIZER = "--outer-optimizer"
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigurationError(message.removeprefix("argument "))
+
+
+class _SetField(argparse.Action):
+    """Stores a field of `EditConfig`; refuses a second flag that sets it to something else."""
+
+    def __init__(self, *args: Any, field_name: str, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.field_name = field_name
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: object,
+        option_string: str | None = None,
+    ) -> None:
+        flag = self.option_strings[0]
+        switched = self.nargs == 0
+        value = self.const if switched else parse_flag_value(self.field_name, str(values), flag)
+        flags_seen = namespace.edit_flags
+        before = flags_seen.setdefault(self.field_name, (flag, value))
+        if before[0] != flag and before[1] != value:
+            raise ConfigurationError(
+                f"{before[0]} {before[1]} and {flag} {value} set the same and differ; keep one"
+            )
+        flags_seen[self.field_name] = (flag, value)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Returns the parser of all flags; it leaves out of the namespace what is not given."""
+    parser = _Parser(
+        description="Pretrain a Llama-style model with EDiT.",
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+    )
+    for title, flags in FLAGS.items():
+        group = parser.add_argument_group(title)
+        for flag in flags:
+            _add_flag(group, flag)
+    group = parser.add_argument_group("EDiT", "The keys of the JSON's `edit` section.")
+    for name, info in EditConfig.model_fields.items():
+        is_switch = inner_type(info.annotation)[0] is bool
+        bare: dict[str, Any] = {"nargs": "?", "const": "true"} if is_switch else {}
+        group.add_argument(
+            flag_name(name),
+            action=_SetField,
+            field_name=name,
+            dest=f"edit.{name}",
+            help=help_text(name).replace("%", "%%"),
+            metavar="VALUE",
+            **bare,
+        )
+    _add_aliases(parser.add_argument_group("ATorch's names of the same"))
+    return parser
+
+
+def _add_flag(group: argparse._ArgumentGroup, flag: Flag) -> None:
+    default = "" if flag.default in (None, "", False) else f" (default: {flag.default})"
+    options: dict[str, Any] = {"dest": flag.destination, "help": flag.help + default}
+    if flag.type is None:
+        options["action"] = "store_true"
+    else:
+        options |= {"type": flag.type, "nargs": flag.nargs, "metavar": flag.metavar}
+    group.add_argument(flag.name, **options)
+
+
+def _add_aliases(group: argparse._ArgumentGroup) -> None:
+    for name, alias in ATORCH_ALIASES.items():
+        same_as = flag_name(alias.field)
+        options: dict[str, Any] = {"help": f"Same as {same_as}."}
+        if alias.value is not None:
+            options = {
+                "nargs": 0,
+                "const": alias.value,
+                "help": f"Same as {same_as} {show(alias.value)}.",
+            }
+        group.add_argument(
+            name,
+            action=_SetField,
+            field_name=alias.field,
+            dest=f"edit.{alias.field}",
+            metavar="VALUE",
+            **options,
+        )
+    group.add_argument(OUTER_OPTIMIZER, type=one_of("sgd"), help="Only sgd.", metavar="sgd")
+
+
+def parse_flags(argv: Sequence[str] | None) -> tuple[dict[str, Any], dict[str, object]]:
+    """Parses a command line.
+
+    Args:
+        argv: The arguments; None takes them from `sys.argv`.
+
+    Returns:
+        The values given, by their name in the namespace, and those of `EditConfig` by field.
+
+    Raises:
+        ConfigurationError: An unknown flag or a value that its flag does not allow.
+    """
+    parser = build_parser()
+    known = argparse.Namespace(edit_flags={})
+    known, unknown = parser.parse_known_args(argv, known)
+    if unknown:
+        raise _unknown_argument(unknown)
+    given = vars(known)
+    edit_values = {name: value for name, (_, value) in given.pop("edit_flags").items()}
+    given.pop("outer_optimizer", None)
+    return given, edit_values
+
+
+def known_flags() -> list[str]:
+    """Returns every flag the parser accepts."""
+    edit_flags = map(flag_name, EditConfig.model_fields)
+    return [*FLAG_NAMES.values(), *edit_flags, *ATORCH_ALIASES, OUTER_OPTIMIZER]
+
+
+def _unknown_argument(unknown: Sequence[str]) -> ConfigurationError:
+    first = next((word for word in unknown if word.startswith("-")), unknown[0]).split("=")[0]
+    if first in REFUSED_FLAGS:
+        return ConfigurationError(f"{first}: {REFUSED_FLAGS[first]}")
+    if not first.startswith("-"):
+        return ConfigurationError(f"unexpected argument {first!r}; no flag takes it")
+    hint = did_you_mean(first, known_flags()) or "; --help lists the known ones"
+    return ConfigurationError(f"unknown flag {first}{hint}")

@@ -1,0 +1,236 @@
+"""What happened in a synchronisation, carried to the host without making the device wait."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from megatron_edit.engine.penalty import DetectorState, clip_coefficient
+from megatron_edit.replicas.mesh import Mesh
+from megatron_edit.replicas.peers import PeerError
+
+
+@dataclass(frozen=True)
+class SyncRecord:
+    """One synchronisation; identical on every rank but for ``exposed_ms`` and ``sync_bytes``.
+
+    Attributes:
+        round: Counted from 0.
+        step: Inner steps done before it.
+        units: Names of the U units of the replica.
+        norms: ``[R][U]``, norm of each replica's pseudo gradient.
+        weights: ``[R][U]``, what each replica's pseudo gradient counted.
+        accepted: ``[R][U]``, False where a replica was anomalous.
+        steps: ``[R]``, inner steps of the round.
+        averaged_norms: ``[U]``, norms of the averaged pseudo gradients before the clip.
+        clip_coefficients: ``[U]``, the factors they were clipped by.
+        momentum_norm: Norm of the outer momentum of all units.
+        drift: ``[R]``, distance of each replica from the old anchor over the norm of the new one.
+        consecutive_rollbacks: ``[U]``, synchronisations in a row that every replica failed.
+        exposed_ms: Milliseconds this rank waited for other replicas.
+        sync_bytes: Bytes this rank sent to other replicas for the payload.
+    """
+
+    round: int
+    step: int
+    units: list[str]
+    norms: list[list[float]]
+    weights: list[list[float]]
+    accepted: list[list[bool]]
+    steps: list[float]
+    averaged_norms: list[float]
+    clip_coefficients: list[float]
+    momentum_norm: float
+    drift: list[float]
+    consecutive_rollbacks: list[int]
+    exposed_ms: float
+    sync_bytes: float
+
+    @property
+    def anomalies(self) -> int:
+        """How many (replica, unit) pairs were excluded."""
+        return sum(not ok for row in self.accepted for ok in row)
+
+    @property
+    def rolled_back(self) -> list[str]:
+        """Units that every replica failed, and that went back to the anchor."""
+        columns = zip(*self.accepted, strict=True)
+        return [unit for unit, column in zip(self.units, columns, strict=True) if not any(column)]
+
+    @property
+    def pseudo_grad_norm(self) -> float:
+        """Norm of the averaged pseudo gradient over all units."""
+        return sum(norm**2 for norm in self.averaged_norms) ** 0.5
+
+
+class _Stopwatch:
+    """Adds up stretches of the current stream, without waiting for them on a GPU."""
+
+    def __init__(self, on_gpu: bool) -> None:
+        self._on_gpu = on_gpu
+        self._stretches: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._ms = 0.0
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        if self._on_gpu:
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            yield
+            end.record()
+            self._stretches.append((start, end))
+        else:
+            start_s = time.perf_counter()
+            yield
+            self._ms += 1e3 * (time.perf_counter() - start_s)
+
+    def milliseconds(self) -> float:
+        """The sum. On a GPU the recorded events must have passed."""
+        return self._ms + sum(start.elapsed_time(end) for start, end in self._stretches)
+
+
+class _HostCopy:
+    """A copy of device values on its way to the host."""
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self._host = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
+        self._host.copy_(values, non_blocking=True)
+        self._arrived = torch.cuda.Event() if values.is_cuda else None
+        if self._arrived is not None:
+            self._arrived.record()
+
+    def read(self) -> torch.Tensor:
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return self._host
+
+
+class OpenRecord:
+    """The numbers of a synchronisation under way.
+
+    Args:
+        round_: Counted from 0.
+        step: Inner steps done before it.
+        units: U, units of the replica.
+        device: Where the values are computed.
+    """
+
+    def __init__(self, round_: int, step: int, units: int, device: torch.device) -> None:
+        self.round, self.step = round_, step
+        self.watch = _Stopwatch(device.type == "cuda")
+        self.bytes = 0.0
+        self.decision: list[torch.Tensor] = []
+        # Rows: squared norms of the averaged pseudo gradient, of the anchor, of the momentum.
+        self.squares = torch.zeros(3, units, device=device)
+
+    def exposed(self) -> AbstractContextManager[None]:
+        """Context in which the step waits for other replicas."""
+        return self.watch.running()
+
+    def decided(
+        self,
+        norms: torch.Tensor,
+        weights: torch.Tensor,
+        accepted: torch.Tensor,
+        counts: torch.Tensor,
+        detector: DetectorState,
+    ) -> None:
+        """Notes verdicts and weights ``[R, U]`` and counts ``[R, 3]``: steps, samples, order."""
+        rollbacks = detector.consecutive_rollbacks.float()
+        self.decision = [norms, weights, accepted.float(), counts, rollbacks]
+
+    def applied(self, unit: int, averaged: torch.Tensor, outer: torch.Tensor) -> None:
+        """Notes this rank's squared norms of a unit: 0-dim of the average, ``[2]`` outer state."""
+        self.squares[0, unit] = averaged
+        self.squares[1:, unit] = outer
+
+
+@dataclass
+class _Sent:
+    """A closed record whose values are on their way to the host."""
+
+    record: OpenRecord
+    values: _HostCopy
+    aged: bool = False
+
+
+class Recorder:
+    """Closes records and hands them out once their values have reached the host.
+
+    On a GPU a record is read one step after its synchronisation, when its values have long arrived;
+    always at the same step, so that all ranks see it together.
+
+    Args:
+        units: Names of the units of the replica.
+        mesh: The mesh.
+        device: Where the values are computed.
+    """
+
+    def __init__(self, units: list[str], mesh: Mesh, device: torch.device) -> None:
+        self._units, self._mesh = units, mesh
+        self._on_gpu = device.type == "cuda"
+        self._finished: list[SyncRecord] = []
+        self._sent: list[_Sent] = []
+
+    def close(self, record: OpenRecord, clip: float | None) -> None:
+        """Sums a record over the replica and sends it off; all ranks of the replica together."""
+        if self._mesh.replica_size > 1:
+            dist.all_reduce(record.squares, group=self._mesh.worker_group)
+        averaged = record.squares[0].sqrt()
+        values = [*record.decision, averaged, clip_coefficient(averaged, clip), record.squares[1:]]
+        flat = torch.cat([value.reshape(-1) for value in values])
+        self._sent.append(_Sent(record, _HostCopy(flat)))
+
+    def poll(self) -> None:
+        """Called once at the end of every step: reads the values sent off at the step before."""
+        if not self._on_gpu or (self._sent and self._sent[0].aged):
+            self.drain()
+        for sent in self._sent:
+            sent.aged = True
+
+    def drain(self) -> None:
+        """Reads everything sent off so far, waiting for it on a GPU."""
+        self._finished += [self._read(sent) for sent in self._sent]
+        self._sent.clear()
+
+    def take(self) -> list[SyncRecord]:
+        """Returns the finished records not taken before."""
+        taken, self._finished = self._finished, []
+        return taken
+
+    def _read(self, sent: _Sent) -> SyncRecord:
+        replicas, units = self._mesh.replicas, len(self._units)
+        matrix, row = replicas * units, units
+        sizes = [matrix, matrix, matrix, 3 * replicas, row, row, row, 2 * row]
+        parts = sent.values.read().split(sizes)
+        norms, weights, accepted = (part.view(replicas, units) for part in parts[:3])
+        steps, _, orders = parts[3].view(replicas, 3).unbind(dim=1)
+        record = sent.record
+        if not bool((orders == orders[0]).all()):
+            raise PeerError(
+                f"round {record.round}: the replicas synchronised their units in different orders "
+                f"(ranks {self._mesh.peers.ranks})"
+            )
+        anchor, momentum = parts[7].view(2, units).sum(dim=1).sqrt().tolist()
+        moved = norms.square().sum(dim=1).sqrt()
+        return SyncRecord(
+            round=record.round,
+            step=record.step,
+            units=self._units,
+            norms=norms.tolist(),
+            weights=weights.tolist(),
+            accepted=accepted.bool().tolist(),
+            steps=steps.tolist(),
+            averaged_norms=parts[5].tolist(),
+            clip_coefficients=parts[6].tolist(),
+            momentum_norm=momentum,
+            drift=(moved / max(anchor, 1e-30)).tolist(),
+            consecutive_rollbacks=[int(value) for value in parts[4].tolist()],
+            exposed_ms=record.watch.milliseconds(),
+            sync_bytes=record.bytes,
+        )

@@ -1,0 +1,234 @@
+"""What a run says: the log line, validation lines and TensorBoard (through DeepSpeed)."""
+
+from __future__ import annotations
+
+import datetime
+import math
+import sys
+from argparse import Namespace
+from dataclasses import dataclass
+from typing import Any, TextIO
+
+from megatron_edit.backends.megatron.units import unit_names
+from megatron_edit.engine.record import SyncRecord
+from megatron_edit.errors import ConfigurationError
+from megatron_edit.platform import ds_compat
+from megatron_edit.run.stop import Stop
+
+
+@dataclass
+class Interval:
+    """Figures of the steps since the last log line, gathered from all replicas.
+
+    Attributes:
+        iteration: Steps done.
+        consumed_samples: Samples of all replicas so far.
+        step_ms: Mean time of a step.
+        learning_rate: Of the last step.
+        losses: Mean loss of each replica over the interval.
+        grad_norm: Of the last step, replica 0.
+        skipped: Updates skipped in the interval, over all replicas.
+        nan_iterations: Steps with a non-finite loss or gradient, over all replicas.
+        most_nans_in_row: The most such steps in a row of each replica that the interval has seen.
+        sync_round: Synchronisations so far.
+        exposed_ms: Mean time per step that this rank waited for other replicas.
+        tflops: Model TFLOP/s of one rank.
+    """
+
+    iteration: int
+    consumed_samples: int
+    step_ms: float
+    learning_rate: float
+    losses: list[float]
+    grad_norm: float
+    skipped: int
+    nan_iterations: int
+    most_nans_in_row: list[int]
+    sync_round: int
+    exposed_ms: float
+    tflops: float
+
+    @property
+    def loss(self) -> float:
+        """Mean over the replicas."""
+        return sum(self.losses) / len(self.losses)
+
+
+class Monitor:
+    """Prints on rank 0 and writes TensorBoard, csv and wandb through DeepSpeed's MonitorMaster.
+
+    Args:
+        args: The arguments of the run.
+        first_step: Steps done before this run.
+
+    Raises:
+        ConfigurationError: A folder cannot be written; on rank 0 alone, which writes.
+    """
+
+    def __init__(self, args: Namespace, first_step: int) -> None:
+        self._args = args
+        self._charted = first_step
+        self._last_norm = 0.0
+        self._anomalies = 0
+        try:
+            self._master = ds_compat.monitor_master(args.ds_config, args.wandb_exp_name)
+        except OSError as error:
+            raise ConfigurationError(
+                f"--tensorboard-dir (or csv_monitor.output_path): cannot write to "
+                f"{error.filename}: {error.strerror}; give a writable folder"
+            ) from None
+        if args.rank == 0 and self._master.tb_monitor is not None:
+            units = unit_names(args.num_layers, not args.untie_embeddings_and_output_weights)
+            writer = self._master.tb_monitor.summary_writer
+            writer.add_custom_scalars(chart_layout(args.replicas, units))
+
+    def synchronised(self, records: list[SyncRecord]) -> None:
+        """Writes the ``edit/`` charts of synchronisations and warns of rollbacks."""
+        for record in records:
+            self._last_norm = record.pseudo_grad_norm
+            self._anomalies += record.anomalies
+            self._write(sync_events(record), record.step)
+            for unit in record.rolled_back:
+                column = record.units.index(unit)
+                norms = ", ".join(f"{row[column]:.4g}" for row in record.norms)
+                self.say(
+                    f"warning: round {record.round}: every replica of unit {unit} was anomalous "
+                    f"(norms {norms}); it went back to the anchor, "
+                    f"{record.consecutive_rollbacks[column]} time(s) in a row"
+                )
+
+    def interval(self, interval: Interval) -> None:
+        """Prints the log line and writes Megatron's training charts."""
+        self.say(self.log_line(interval))
+        # The first log line at or after each multiple of --tensorboard-log-interval: the figures
+        # are gathered for log lines alone.
+        every, step = self._args.tensorboard_log_interval, interval.iteration
+        if step // every > self._charted // every:
+            self._write(training_events(interval, self._args), step)
+            self._charted = step
+        self._anomalies = 0
+
+    def log_line(self, interval: Interval) -> str:
+        """Megatron's log line, with the fields of the synchronisation at its end."""
+        now = datetime.datetime.now().strftime("%Y-%m-%d %H:%M:%S.%f")
+        total = self._args.train_iters
+        fields = [
+            f" [{now}] iteration {interval.iteration:8d}/{total:8d}",
+            f"consumed samples: {interval.consumed_samples:12d}",
+            f"elapsed time per iteration (ms): {interval.step_ms:.1f}",
+            *self._throughput(interval),
+            f"learning rate: {interval.learning_rate:.6E}",
+            f"global batch size: {self._args.global_batch_size:5d}",
+            f"lm loss: {interval.loss:.6E}",
+            "loss scale: 1.0",
+            f"grad norm: {interval.grad_norm:.3f}",
+            f"number of skipped iterations: {interval.skipped:3d}",
+            f"number of nan iterations: {interval.nan_iterations:3d}",
+            f"sync round: {interval.sync_round:4d}",
+            f"pseudo grad norm: {self._last_norm:.3f}",
+            f"anomalies: {self._anomalies:3d}",
+            f"exposed sync (ms): {interval.exposed_ms:.1f}",
+        ]
+        return " | ".join(fields) + " |"
+
+    def _throughput(self, interval: Interval) -> list[str]:
+        if not self._args.log_throughput:
+            return []
+        return [f"throughput per GPU (TFLOP/s/GPU): {interval.tflops:.3f}"]
+
+    def validation(
+        self, iteration: int, losses: list[float], where: str = "", chart: bool = True
+    ) -> None:
+        """Prints and writes a validation result.
+
+        Args:
+            iteration: Steps done.
+            losses: Mean loss of each replica on the same samples.
+            where: Said after the iteration, e.g. ``on test set``.
+            chart: Whether it is a point of the validation charts.
+        """
+        loss = sum(losses) / len(losses)
+        perplexity = math.exp(min(20.0, loss))
+        head = f" validation loss at iteration {iteration}{where and ' ' + where}"
+        line = f"{head} | lm loss value: {loss:.6E} | lm loss PPL: {perplexity:.6E} |"
+        if len(losses) > 1:
+            line += f" spread over replicas: {max(losses) - min(losses):.3E} |"
+        rule = "-" * len(line)
+        self.say(f"{rule}\n{line}\n{rule}")
+        if chart:
+            events = {"lm loss validation": loss, "lm loss validation ppl": perplexity}
+            self._write(events, iteration)
+
+    def stopped(self, step: int, stop: Stop) -> None:
+        """Says why the run ends early."""
+        if stop.failed:
+            self.say(f"error: stopped at step {step}: {stop.reason}", sys.stderr)
+        else:
+            self.say(f"stopped at step {step}: {stop.reason}")
+
+    def say(self, text: str, file: TextIO | None = None) -> None:
+        """Prints on rank 0."""
+        if self._args.rank == 0:
+            print(text, file=file, flush=True)
+
+    def _write(self, events: dict[str, float], iteration: int) -> None:
+        self._master.write_events([(tag, value, iteration) for tag, value in events.items()])
+
+
+def training_events(interval: Interval, args: Namespace) -> dict[str, float]:
+    """Megatron's tags, and the loss of each replica."""
+    events = {
+        "lm loss": interval.loss,
+        "learning-rate": interval.learning_rate,
+        "grad-norm": interval.grad_norm,
+        "batch-size": float(args.global_batch_size),
+        "iteration-time": interval.step_ms / 1e3,
+        "throughput": interval.tflops,
+        "world-size": float(args.world_size),
+        "loss-scale": 1.0,
+        "edit/exposed-sync-ms": interval.exposed_ms,
+    }
+    return events | {f"edit/loss/replica-{i}": loss for i, loss in enumerate(interval.losses)}
+
+
+def sync_events(record: SyncRecord) -> dict[str, float]:
+    """The ``edit/`` tags of one synchronisation. A replica's weight is its mean over the units."""
+    units = len(record.units)
+    events = {
+        "edit/pseudo-grad-norm": record.pseudo_grad_norm,
+        "edit/anomalies": float(record.anomalies),
+        "edit/rollbacks": float(len(record.rolled_back)),
+        "edit/clip-coef": min(record.clip_coefficients),
+        "edit/outer-momentum-norm": record.momentum_norm,
+        "edit/drift": max(record.drift),
+        "edit/sync-bytes": record.sync_bytes,
+    }
+    for unit, norm in zip(record.units, record.averaged_norms, strict=True):
+        events[f"edit/pseudo-grad-norm/{unit}"] = norm
+    for replica, (weights, steps) in enumerate(zip(record.weights, record.steps, strict=True)):
+        events[f"edit/weight/replica-{replica}"] = sum(weights) / units
+        events[f"edit/steps-in-round/replica-{replica}"] = steps
+    return events
+
+
+def chart_layout(replicas: int, units: list[str]) -> dict[str, Any]:
+    """One TensorBoard page (custom scalars) with the charts of the synchronisation."""
+
+    def per_replica(tag: str) -> list[Any]:
+        return ["Multiline", [f"edit/{tag}/replica-{i}$" for i in range(replicas)]]
+
+    return {
+        "EDiT": {
+            "loss of each replica": per_replica("loss"),
+            "weight of each replica": per_replica("weight"),
+            "steps in round": per_replica("steps-in-round"),
+            "pseudo-gradient norm of each unit": [
+                "Multiline",
+                [f"edit/pseudo-grad-norm/{unit}$" for unit in units],
+            ],
+            "pseudo-gradient norm": ["Multiline", ["edit/pseudo-grad-norm$"]],
+            "anomalies and rollbacks": ["Multiline", ["edit/anomalies$", "edit/rollbacks$"]],
+            "drift": ["Multiline", ["edit/drift$"]],
+            "exposed synchronisation (ms)": ["Multiline", ["edit/exposed-sync-ms$"]],
+        }
+    }

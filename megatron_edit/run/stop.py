@@ -1,0 +1,132 @@
+"""Reasons to end a run before its last step."""
+
+from __future__ import annotations
+
+import signal
+import time
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from megatron_edit.run.exit_agreement import ExitAgreement
+
+if TYPE_CHECKING:
+    from megatron_edit.engine.record import SyncRecord
+    from megatron_edit.engine.rendezvous import Rendezvous
+    from megatron_edit.run.monitor import Interval
+    from megatron_edit.run.trainer import Trainer
+
+
+@dataclass(frozen=True)
+class Stop:
+    """The run ends early; every rank has the same.
+
+    Attributes:
+        reason: Why, for the user.
+        failed: Whether something is wrong, which is exit code 1.
+        save: Whether the parameters are worth a checkpoint.
+    """
+
+    reason: str
+    failed: bool = False
+    save: bool = True
+
+
+class StopConditions:
+    """What may end a run from outside: SIGTERM, ``--exit-interval`` and the clock.
+
+    Args:
+        args: The arguments of the run.
+        agreement: Makes all ranks stop after the same step; None where nothing else asks for it.
+        first_step: Steps done before this run.
+        clock: Seconds that pass.
+    """
+
+    def __init__(
+        self,
+        args: Namespace,
+        agreement: ExitAgreement | None,
+        first_step: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._args, self._agreement, self._first_step = args, agreement, first_step
+        self._clock = clock
+        self._started_s = clock()
+        self._signalled = False
+        if args.exit_signal_handler:
+            signal.signal(signal.SIGTERM, self._on_signal)
+
+    def _on_signal(self, *_: object) -> None:
+        self._signalled = True
+
+    def check(self, trainer: Trainer) -> Stop | None:
+        """Why the run stops now, at the top of a step; None to go on."""
+        interval, engine = self._args.exit_interval, trainer.engine
+        # A run that resumes where the last one stopped has to get on.
+        gets_on = engine.together and trainer.iteration > self._first_step
+        if interval and gets_on and trainer.passed(interval):
+            return Stop(f"--exit-interval {interval}")
+        if self._agreement is None:
+            return None
+        if engine.rendezvous is None or engine.lockstep:
+            reason = self._agreement.reason_to_stop(engine.step, self._wish())
+        else:
+            reason = self._reason_at_meeting(engine.rendezvous, engine.together, self._agreement)
+        return None if reason is None else Stop(reason)
+
+    def _reason_at_meeting(
+        self, meetings: Rendezvous, together: bool, agreement: ExitAgreement
+    ) -> str | None:
+        """Replicas that run by the clock are called to a meeting and stop after it."""
+        wish = agreement.wish(self._wish())
+        meetings.wants_stop = wish is not None
+        return wish if together and meetings.stop else None
+
+    def _wish(self) -> str | None:
+        if self._signalled:
+            return "SIGTERM"
+        minutes = self._args.exit_duration_in_mins
+        if minutes is not None and self._clock() - self._started_s >= 60 * minutes:
+            return f"--exit-duration-in-mins {minutes}"
+        return None
+
+
+def nan_limit(interval: Interval, limit: int) -> Stop | None:
+    """Stops a run in which a replica has been unable to learn for too long.
+
+    Args:
+        interval: Figures of the last log line.
+        limit: ``--max-nan-iterations``.
+    """
+    worst = max(interval.most_nans_in_row)
+    if worst < limit:
+        return None
+    replica = interval.most_nans_in_row.index(worst)
+    return Stop(
+        f"loss or gradient of replica {replica} was not finite for {worst} iterations in a row, "
+        f"--max-nan-iterations {limit}; nothing is saved",
+        failed=True,
+        save=False,
+    )
+
+
+def rollback_limit(records: Sequence[SyncRecord], limit: int) -> Stop | None:
+    """Stops a run whose replicas cannot get away from the anchor.
+
+    Args:
+        records: The synchronisations since the last call.
+        limit: ``edit.max_consecutive_rollbacks``.
+    """
+    for record in records:
+        worst = max(record.consecutive_rollbacks)
+        if worst >= limit:
+            unit = record.consecutive_rollbacks.index(worst)
+            norms = ", ".join(f"{row[unit]:.4g}" for row in record.norms)
+            return Stop(
+                f"round {record.round}: every replica of unit {record.units[unit]} was anomalous "
+                f"(norms {norms}) in {worst} synchronisations in a row, "
+                f"edit.max_consecutive_rollbacks {limit}",
+                failed=True,
+            )
+    return None
