@@ -14,8 +14,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 from megatron_edit.config.edit_config import EditConfig, allowed_values, flag_name, show
 from megatron_edit.config.flags import ATORCH_ALIASES
 from megatron_edit.config.methods import PRESETS

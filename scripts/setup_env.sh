@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes .venv with everything in requirements.txt, once. Sourced by the other scripts.
+# Makes .venv with this package and all that it and its tests need, once. Sourced by the other scripts.
 #
 # PYTHON   Python 3.11 to make it with (default: python3.11)
 # VENV     an environment of your own, used as it is; nothing is installed
@@ -12,9 +12,10 @@ if [[ -n ${VENV:-} ]]; then
   venv=$(cd "$VENV" && pwd)
 else
   venv=$root/.venv
-  # The list that was installed, kept once all of it is there.
+  # What was installed, kept once all of it is there.
   stamp=$venv/.installed
-  if ! cmp -s "$root/requirements.txt" "$stamp"; then
+  wanted=("$root/requirements.txt" "$root/requirements-test.txt" "$root/pyproject.toml")
+  if ! cmp -s <(cat "${wanted[@]}") "$stamp"; then
     python=${PYTHON:-python3.11}
     if ! "$python" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null; then
       echo "error: '$python' is no Python 3.11; name one with PYTHON=..." >&2
@@ -24,8 +25,8 @@ else
     rm -f "$stamp"
     "$python" -m venv "$venv"
     "$venv/bin/python" -m pip install --quiet --disable-pip-version-check \
-      -r "$root/requirements.txt"
-    cp "$root/requirements.txt" "$stamp"
+      --editable "$root[test]"
+    cat "${wanted[@]}" >"$stamp"
   fi
 fi
 export PATH=$venv/bin:$PATH

@@ -14,8 +14,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 from megatron_edit.data.corpus import BadRowError, read_batches
 from megatron_edit.errors import ConfigurationError, exit_on_configuration_error
 

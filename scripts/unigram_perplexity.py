@@ -10,12 +10,8 @@ from __future__ import annotations
 
 import argparse
 import math
-import sys
-from pathlib import Path
 
 import numpy as np
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron_edit.data.sources import open_indexed
 from megatron_edit.errors import exit_on_configuration_error

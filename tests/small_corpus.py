@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import functools
-import sys
 from argparse import Namespace
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import train_tokenizer
+
+from megatron_edit.commands import preprocess
+
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "scripts"))
-
-import preprocess_data  # noqa: E402
-import train_tokenizer  # noqa: E402
-
 CORPUS = str(ROOT / "data" / "kjv-1mb.txt")
 
 
@@ -42,7 +40,7 @@ def small_corpus(vocabulary: int = 512) -> SmallCorpus:
             input=[CORPUS], json_keys=["text"], vocab_size=vocabulary, output=corpus.tokenizer
         )
     )
-    preprocess_data.preprocess(
+    preprocess.preprocess(
         Namespace(
             input=[CORPUS], json_keys=["text"], output_prefix=f"{corpus.folder.name}/kjv",
             tokenizer_type="HuggingFaceTokenizer", tokenizer_model=corpus.tokenizer,

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import sys
+import itertools
 from argparse import Namespace
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from torch import nn
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
-
-import itertools
-
 from generate_text import sample
+from torch import nn
 from unigram_perplexity import unigram_perplexity
 
 VOCABULARY, PADDED, CONTEXT = 6, 8, 4

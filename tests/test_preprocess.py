@@ -11,17 +11,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import train_tokenizer
 from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+from megatron_edit.commands import preprocess
+from megatron_edit.data.tokenizer import HuggingFaceTokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = ROOT / "scripts"
-sys.path.insert(0, str(SCRIPTS))
-
-import preprocess_data  # noqa: E402
-import train_tokenizer  # noqa: E402
-
-from megatron_edit.data.tokenizer import HuggingFaceTokenizer  # noqa: E402
-
 NULL = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "100"]
 
 
@@ -29,7 +26,7 @@ def run(monkeypatch: pytest.MonkeyPatch, *words: object) -> Any:
     """Runs the script in this process; returns its exit code."""
     monkeypatch.setattr(sys, "argv", ["preprocess_data.py", *map(str, words)])
     try:
-        preprocess_data.main()
+        preprocess.main()
     except SystemExit as stop:
         return stop.code
     return 0

@@ -9,19 +9,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+import make_config_docs
+import make_pictures
 import pytest
 from distributed import free_port
 
+from megatron_edit.commands import simulate
 from megatron_edit.config.arguments import parse_args
 from megatron_edit.config.parser import known_flags
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "scripts"))
-
-import make_config_docs  # noqa: E402
-import make_pictures  # noqa: E402
-import simulate_run  # noqa: E402
-
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FOLDERS = (
     "megatron_edit",
@@ -136,7 +133,7 @@ def test_flags_exist(page: Path) -> None:
         for script in [*(ROOT / "scripts").glob("*.py"), *(ROOT / "benchmarks").glob("*.py")]
         for flag in re.findall(r"\"(--[\w-]+)\"", script.read_text())
     }
-    made = {"--" + name.replace("_", "-") for name in simulate_run.DIRECT}
+    made = {"--" + name.replace("_", "-") for name in simulate.DIRECT}
     known = {*known_flags(), *own, *made, *LAUNCHER_FLAGS, "--help"}
     for flag in re.findall(r"(?<![\w-])--[a-z][\w-]*", page.read_text()):
         # `--edit-*` stands for all of them.

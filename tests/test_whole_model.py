@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import zlib
 from argparse import Namespace
 from pathlib import Path
@@ -19,16 +18,13 @@ from megatron_edit.backends.megatron.build import get_edit_model_and_optimizer
 from megatron_edit.backends.megatron.model import build_model
 from megatron_edit.backends.megatron.units import global_name
 from megatron_edit.checkpoint import checkpoint, whole_model
+from megatron_edit.commands import export
 from megatron_edit.config.arguments import parse_args
 from megatron_edit.errors import ConfigurationError
 from megatron_edit.replicas.mesh import build_mesh
 from megatron_edit.run.trainer import optimizer_config
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "scripts"))
-
-import export_hf  # noqa: E402
-
 LLAMA = "--mock-data --swiglu --normalization RMSNorm --disable-bias-linear --ffn-hidden-size 96"
 GROUPED = "--group-query-attention --num-query-groups 2 --rotary-base 500"
 UNTIED = "--untie-embeddings-and-output-weights"
@@ -114,7 +110,7 @@ def check_logits(place: Path) -> None:
     from transformers import LlamaForCausalLM
 
     root, output = place / "checkpoint", place / "llama"
-    export_hf.export(
+    export.export(
         Namespace(load=root, iteration=None, output=output, dtype="float32", tokenizer_model=None)
     )
     assert list(output.glob("*.safetensors"))
@@ -132,7 +128,7 @@ def check_logits(place: Path) -> None:
 def test_a_model_that_is_no_llama_is_not_exported() -> None:
     run = Namespace(normalization="LayerNorm", swiglu=True, disable_bias_linear=True)
     with pytest.raises(ConfigurationError, match="normalization LayerNorm"):
-        export_hf.check_is_llama(run)
+        export.check_is_llama(run)
 
 
 def test_names_of_transformer_engine_become_local_ones() -> None:

@@ -1,0 +1,1 @@
+"""What trains inside a replica."""

@@ -1,0 +1,1 @@
+"""Saving, resuming, and whole models from checkpoints."""

@@ -1,0 +1,1 @@
+"""Settings of a run: flags, DeepSpeed JSON, methods, and their checks."""

@@ -1,0 +1,1 @@
+"""The method: when units synchronise, what each replica counts, the outer step."""

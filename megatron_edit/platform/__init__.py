@@ -1,0 +1,1 @@
+"""What is below the training: CPU patches, private names of DeepSpeed and FSDP2."""

@@ -1,0 +1,1 @@
+"""Where replicas are and how they exchange tensors."""

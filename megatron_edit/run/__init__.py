@@ -1,0 +1,1 @@
+"""A training run: loop, log, reasons to stop, failures."""

@@ -1,0 +1,1 @@
+"""Replicas of megatron-core models, sharded by FSDP2."""
