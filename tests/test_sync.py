@@ -29,7 +29,7 @@ from harness import (
 from skipping import skip_layer
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
-from megatron_edit.backends.megatron.units import Unit
+from megatron_edit.backends.megatron.units import MegatronUnit
 from megatron_edit.engine.outer_state import OuterState
 from megatron_edit.replicas.peers import Pending
 
@@ -215,7 +215,7 @@ def _train_with_wrong_prefetch(guarded: bool) -> tuple[str, list[float]]:
     layers = training.chunks[0].module.decoder.layers
     layers[0].set_modules_to_forward_prefetch([layers[1]])
     if not guarded:
-        Unit.is_gathered = property(lambda unit: False)  # type: ignore[assignment, method-assign]
+        MegatronUnit.is_gathered = property(lambda unit: False)  # type: ignore[assignment, method-assign]
     losses: list[float] = []
     try:
         for _ in range(SYNCHRONISING[0] + 1):

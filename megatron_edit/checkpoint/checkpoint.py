@@ -252,8 +252,7 @@ def load(
     if not args.finetune:
         engine.step = state["replica_steps"][mesh.replica]
         engine.round = state["round"]
-        if engine.rendezvous is not None:
-            engine.rendezvous.steps = list(state["replica_steps"])
+        engine.rendezvous.resume(state["replica_steps"])
         if not args.no_load_rng:
             rng = _rng_tensors(args.rank)
             _load_into(folder, rng)

@@ -13,7 +13,7 @@ import torch
 
 from megatron_edit.backends.megatron.optimizer import like_parameter
 from megatron_edit.engine.outer_state import Flight, OuterState
-from megatron_edit.engine.record import OpenRecord
+from megatron_edit.engine.record import Decided, OpenRecord
 from megatron_edit.engine.round import Round
 from megatron_edit.engine.sync_engine import SyncEngine
 from megatron_edit.replicas.peers import DONE
@@ -35,15 +35,15 @@ def describe_rounds(engine: SyncEngine) -> list[dict[str, Any]]:
 def restore_rounds(engine: SyncEngine, descriptions: list[dict[str, Any]]) -> None:
     """Puts rounds under way with empty tensors, to be filled from a checkpoint."""
     replicas, units = engine.mesh.replicas, len(engine.unit_names)
-    shapes = [(replicas, units)] * 3 + [(replicas, 3), (units,)]
     for description in descriptions:
         record = OpenRecord(description["number"], description["step"], units, engine.device)
-        record.decision = [torch.zeros(shape, device=engine.device) for shape in shapes]
+        record.decided = Decided.zeros(replicas, units, engine.device)
         round_ = Round(
             number=description["number"],
             lands_at=description["lands_at"],
             keeps_progress=description["keeps_progress"],
             record=record,
+            states=list(engine.outer),
             departed=len(engine.outer),
         )
         for state in engine.outer:
@@ -60,8 +60,9 @@ def shared_tensors(engine: SyncEngine) -> dict[str, torch.Tensor]:
     if engine.config.delay_round:
         tensors = {f"moved.{state.unit.name}": state.moved for state in engine.outer}
     for position, round_ in enumerate(engine.flying):
-        for number, table in enumerate(round_.record.decision):
-            tensors[f"flight{position}.decision{number}"] = table
+        assert round_.record.decided is not None, "a step ended before its round was decided"
+        for table, values in round_.record.decided.tables().items():
+            tensors[f"flight{position}.{table}"] = values
         for state in engine.outer:
             flight = round_.flights[state.unit.index]
             flight.pending.wait()

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_edit.backends.megatron.units import Unit
 from megatron_edit.config.edit_config import EditConfig
+from megatron_edit.engine.backend import Unit
 from megatron_edit.engine.outer import outer_step_
 from megatron_edit.engine.penalty import contribution_
 from megatron_edit.replicas.chains import Chains

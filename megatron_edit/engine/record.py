@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
-from megatron_edit.engine.penalty import DetectorState, clip_coefficient
+from megatron_edit.engine.penalty import clip_coefficient
 from megatron_edit.replicas.mesh import Mesh
 from megatron_edit.replicas.peers import PeerError
 
@@ -110,6 +111,36 @@ class _HostCopy:
         return self._host
 
 
+@dataclass(frozen=True)
+class Decided:
+    """What a synchronisation decided, on the device; the same on every replica, all fp32.
+
+    Attributes:
+        norms: ``[R, U]``, of each replica's pseudo gradient.
+        weights: ``[R, U]``, what each replica counts.
+        accepted: ``[R, U]``, 1 where a replica takes part, 0 where not.
+        counts: ``[R, 3]``, steps, samples and order hash of the round.
+        rollbacks: ``[U]``, synchronisations in a row that every replica failed.
+    """
+
+    norms: torch.Tensor
+    weights: torch.Tensor
+    accepted: torch.Tensor
+    counts: torch.Tensor
+    rollbacks: torch.Tensor
+
+    @classmethod
+    def zeros(cls, replicas: int, units: int, device: torch.device) -> Decided:
+        """Tables to be filled."""
+        empty = partial(torch.zeros, device=device)
+        shape = (replicas, units)
+        return cls(empty(shape), empty(shape), empty(shape), empty(replicas, 3), empty(units))
+
+    def tables(self) -> dict[str, torch.Tensor]:
+        """The tensors by name, not copied."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+
 class OpenRecord:
     """The numbers of a synchronisation under way.
 
@@ -124,25 +155,13 @@ class OpenRecord:
         self.round, self.step = round_, step
         self.watch = _Stopwatch(device.type == "cuda")
         self.bytes = 0.0
-        self.decision: list[torch.Tensor] = []
+        self.decided: Decided | None = None
         # Rows: squared norms of the averaged pseudo gradient, of the anchor, of the momentum.
         self.squares = torch.zeros(3, units, device=device)
 
     def exposed(self) -> AbstractContextManager[None]:
         """Context in which the step waits for other replicas."""
         return self.watch.running()
-
-    def decided(
-        self,
-        norms: torch.Tensor,
-        weights: torch.Tensor,
-        accepted: torch.Tensor,
-        counts: torch.Tensor,
-        detector: DetectorState,
-    ) -> None:
-        """Notes verdicts and weights ``[R, U]`` and counts ``[R, 3]``: steps, samples, order."""
-        rollbacks = detector.consecutive_rollbacks.float()
-        self.decision = [norms, weights, accepted.float(), counts, rollbacks]
 
     def applied(self, unit: int, averaged: torch.Tensor, outer: torch.Tensor) -> None:
         """Notes this rank's squared norms of a unit: 0-dim of the average, ``[2]`` outer state."""
@@ -182,7 +201,9 @@ class Recorder:
         if self._mesh.replica_size > 1:
             dist.all_reduce(record.squares, group=self._mesh.worker_group)
         averaged = record.squares[0].sqrt()
-        values = [*record.decision, averaged, clip_coefficient(averaged, clip), record.squares[1:]]
+        assert record.decided is not None, "closed before it was decided"
+        decided = record.decided.tables().values()
+        values = [*decided, averaged, clip_coefficient(averaged, clip), record.squares[1:]]
         flat = torch.cat([value.reshape(-1) for value in values])
         self._sent.append(_Sent(record, _HostCopy(flat)))
 

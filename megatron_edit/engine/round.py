@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from megatron_edit.engine.outer_state import Decision, Flight
+from megatron_edit.engine.backend import Unit
+from megatron_edit.engine.outer_state import Decision, Flight, OuterState
 from megatron_edit.engine.record import OpenRecord
 from megatron_edit.replicas.peers import Gathering
 
@@ -20,24 +21,35 @@ class Round:
         lands_at: Step in whose first forward the units land.
         keeps_progress: Whether local progress between departure and landing is kept.
         record: Its numbers, verdicts and weights among them.
+        states: The units of this rank that it synchronises, in the order of their departure, which
+            all replicas share.
         norms: On their way, with the counts of the round; None once it is decided.
         taken: With a delay the pseudo gradients as the round ended, by unit index, until they
             depart.
         flights: Units under way, by unit index.
-        departed: How many units have departed, in the order that all replicas share.
+        departed: How many units have departed.
+        to_land: Those that have yet to land in the forward that has begun, by unit index.
     """
 
     number: int
     lands_at: int
     keeps_progress: bool
     record: OpenRecord
+    states: list[OuterState]
     norms: Gathering | None = None
     taken: dict[int, torch.Tensor] = field(default_factory=dict)
     flights: dict[int, Flight] = field(default_factory=dict)
     departed: int = 0
+    to_land: dict[int, OuterState] = field(default_factory=dict)
 
     def decision(self, replica: int, unit: int) -> Decision:
         """What was decided for one replica's part of a unit."""
-        _, weights, accepted, *_ = self.record.decision
-        taking_part = accepted[:, unit] > 0
-        return Decision(weights[replica, unit], taking_part[replica], taking_part.any())
+        decided = self.record.decided
+        assert decided is not None, "asked before it was decided"
+        taking_part = decided.accepted[:, unit] > 0
+        return Decision(decided.weights[replica, unit], taking_part[replica], taking_part.any())
+
+    def awaited(self, unit: Unit) -> OuterState | None:
+        """This rank's part of a unit, if it has yet to land."""
+        state = self.to_land.get(unit.index)
+        return state if state is not None and state.unit is unit else None

@@ -6,7 +6,7 @@ One synchronisation:
                      -> one all-gather over the replicas -> verdicts, weights
                      -> the first units' all-reduces start
     before unit l    the all-reduce of the next unit starts -> wait for that of unit l -> clip
-                     -> outer step -> parameters := anchor -> FSDP2 gathers unit l -> its forward
+                     -> outer step -> parameters := anchor -> unit l is gathered -> its forward
     after forward    any unit that the forward did not reach
 
 With a delay the norms are on their way during the first forward; after it all all-reduces start.
@@ -19,52 +19,46 @@ read when it has arrived (``sync_record``).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import FSDPModule
 
-from megatron_edit.backends.megatron.data_parallel import EDiTDataParallel
-from megatron_edit.backends.megatron.gradients import average_over_replicas
-from megatron_edit.backends.megatron.units import Unit, unit_names
 from megatron_edit.config.edit_config import EditConfig
 from megatron_edit.engine import penalty
+from megatron_edit.engine.backend import Backend, Unit
 from megatron_edit.engine.outer_state import OuterState
-from megatron_edit.engine.record import OpenRecord, Recorder, SyncRecord
-from megatron_edit.engine.rendezvous import Rendezvous
+from megatron_edit.engine.record import Decided, OpenRecord, Recorder, SyncRecord
+from megatron_edit.engine.rendezvous import build_rendezvous
 from megatron_edit.engine.round import Round
-from megatron_edit.engine.trigger import TimeTrigger, build_trigger
 from megatron_edit.replicas.chains import Chains
 from megatron_edit.replicas.mesh import Mesh
 
 
 class SyncEngine:
-    """Synchronises the units of this rank's model chunks with the other replicas.
+    """Synchronises this rank's units with the other replicas.
 
     A step is ``begin_step()``, the forwards and backwards, ``end_step()``. Evaluations between two
     steps are not seen.
 
     Args:
-        chunks: This rank's model chunks, in the order of their forward.
+        backend: What trains inside this replica.
         mesh: The mesh.
         config: When and how to synchronise.
         samples_per_step: Samples this replica consumes in a step.
     """
 
     def __init__(
-        self, chunks: list[EDiTDataParallel], mesh: Mesh, config: EditConfig, samples_per_step: int
+        self, backend: Backend, mesh: Mesh, config: EditConfig, samples_per_step: int
     ) -> None:
         self.config = config
         self.mesh = mesh
-        self.trigger = build_trigger(config)
+        self.rendezvous = build_rendezvous(config, mesh)
+        self.trigger = self.rendezvous.trigger
         self.samples_per_step = samples_per_step
-        self.units = [unit for chunk in chunks for unit in chunk.units]
-        model = chunks[0].module
-        self.unit_names = unit_names(
-            model.config.num_layers, model.share_embeddings_and_output_weights
-        )
+        self.units = backend.units
+        self.unit_names = backend.unit_names
         self.device = self.units[0].locals[0].device
         self.step = 0
         self.round = 0
@@ -74,24 +68,15 @@ class SyncEngine:
         self.detector = penalty.DetectorState.zeros(
             mesh.replicas, len(self.unit_names), self.device
         )
-        # Whether all replicas are known to be as far as one another in this step.
-        self.together = True
-        self.rendezvous: Rendezvous | None = None
-        if isinstance(self.trigger, TimeTrigger):
-            self.rendezvous = Rendezvous(self.trigger, mesh, config.min_round_steps)
         self._chains: Chains | None = None
         if config.compression != "none":
             self._chains = Chains(self.device, config.sync_prefetch)
         self._recorder = Recorder(self.unit_names, mesh, self.device)
-        tied = model.share_embeddings_and_output_weights
-        self._spans_stages = tied and mesh.pipeline_parallel > 1
-        self._chunks = chunks
+        self._backend = backend
         self._in_step = False
         self._landing: Round | None = None
-        self._to_land: dict[int, OuterState] = {}
         self._order_hash = 0
-        for chunk in chunks:
-            chunk.before_each_unit(self._before_unit, self._after_forward)
+        backend.before_each_unit(self._before_unit, self._after_forward)
 
     @property
     def lockstep(self) -> bool:
@@ -99,11 +84,14 @@ class SyncEngine:
         return self.trigger.lockstep(self.step)
 
     @property
+    def together(self) -> bool:
+        """Whether all replicas are known to be as far as one another in this step."""
+        return self.rendezvous.together
+
+    @property
     def replica_steps(self) -> list[int]:
         """Inner steps of each replica, as far as this one knows; exact where ``together``."""
-        met = self.rendezvous.steps if self.rendezvous is not None else [0] * self.mesh.replicas
-        since = self.step - met[self.mesh.replica]
-        return [steps + since for steps in met]
+        return self.rendezvous.replica_steps(self.step)
 
     @property
     def consumed_samples(self) -> int:
@@ -119,7 +107,7 @@ class SyncEngine:
         self._in_step = True
         if not self.lockstep and not self.outer:
             self.create_anchor()
-        if self._due():
+        if self.rendezvous.due(self.step, self.steps_in_round):
             self._open_round(self._delay())
         if self.flying and self.flying[0].lands_at == self.step:
             self._begin_landing(self.flying.pop(0))
@@ -127,11 +115,13 @@ class SyncEngine:
     def average_gradients(self) -> None:
         """Averages gradients over the replicas in the synchronous phase; nothing otherwise."""
         if self.lockstep:
-            average_over_replicas(self.units, self.mesh.peers)
+            self._backend.average_gradients(self.mesh.peers)
 
     def end_step(self) -> None:
         """Counts the step, after the inner optimizer's update."""
-        assert not self._to_land, "the step ended with units that were not synchronised"
+        assert self._landing is None or not self._landing.to_land, (
+            "the step ended with units that were not synchronised"
+        )
         assert all(round_.norms is None for round_ in self.flying), "the step had no forward"
         self._in_step = False
         if not self.lockstep:
@@ -149,7 +139,7 @@ class SyncEngine:
         while self.flying:
             self._land_now(self.flying.pop(0))
         # By the clock one replica may have done steps that count and another none.
-        if self.outer and (self.steps_in_round > 0 or self.rendezvous is not None):
+        if self.outer and (self.steps_in_round > 0 or self.rendezvous.by_clock):
             self._open_round(delay=0, however_short=True)
             self._land_now(self.flying.pop(0))
         self._recorder.drain()
@@ -163,17 +153,20 @@ class SyncEngine:
     def evaluated_parameters(self) -> Iterator[None]:
         """Context of an evaluation: puts the anchor in the parameters' place if ``eval_on`` says
         so, and takes care that nothing gathered in it outlives it."""
-        kept: list[list[torch.Tensor]] = []
+        kept: list[torch.Tensor] = []
         if self.config.eval_on == "anchor":
             for state in self.outer:
-                kept.append([local.clone() for local in state.unit.locals])
+                kept.append(torch.empty(state.unit.numel, device=self.device))
+                state.unit.copy_to(kept[-1])
                 state.unit.copy_from(state.anchor)
+            self._backend.flush()
         try:
             yield
         finally:
             for state, before in zip(self.outer, kept, strict=bool(kept)):
-                torch._foreach_copy_(state.unit.locals, before)
-            self._release()
+                state.unit.copy_from(before)
+            self._backend.flush()
+            self._backend.release()
 
     @torch.no_grad()
     def create_anchor(self, verify: bool = True) -> None:
@@ -192,8 +185,7 @@ class SyncEngine:
         self.outer = [
             OuterState(unit, self.config, self.mesh.peers, self._chains) for unit in ordered
         ]
-        if self.rendezvous is not None:
-            self.rendezvous.begin(self.step)
+        self.rendezvous.begin(self.step)
 
     def check_replicas_agree(self) -> None:
         """Compares a hash of the parameters over the replicas, on the host.
@@ -212,31 +204,23 @@ class SyncEngine:
                 "agree: same seed and checkpoint on all of them?"
             )
 
-    def _due(self) -> bool:
-        if self.rendezvous is None:
-            # A run that goes on from a consolidated checkpoint has nothing to synchronise yet.
-            return self.steps_in_round > 0 and self.trigger.due(self.step)
-        due = not self.lockstep and self.rendezvous.due(self.step)
-        self.together = self.lockstep or due
-        return due
-
     def _delay(self) -> int:
         return self.config.sync_interval if self.config.delay_round else self.config.delay_steps
 
     def _open_round(self, delay: int, however_short: bool = False) -> None:
         """Ends a round: starts to exchange its norms."""
         record = OpenRecord(self.round, self.step, len(self.unit_names), self.device)
-        self._release()
-        if self.rendezvous is not None:
-            with record.exposed():
-                counts_as_round = self.rendezvous.meet(self.step)
-            if not (counts_as_round or however_short):
-                return
+        self._backend.release()
+        with record.exposed():
+            counts_as_round = self.rendezvous.meet(self.step)
+        if not (counts_as_round or however_short):
+            return
         opened = Round(
             number=self.round,
             lands_at=self.step + delay,
             keeps_progress=delay > 0 and not self.config.delay_round,
             record=record,
+            states=list(self.outer),
         )
         self._exchange_norms(opened, takes=delay > 0)
         self.round += 1
@@ -252,7 +236,7 @@ class SyncEngine:
             takes: Whether the pseudo gradients are kept for their departure.
         """
         squares = torch.zeros(len(self.unit_names), device=self.device)
-        for state in self.outer:
+        for state in round_.states:
             delta = state.pseudo_gradient()
             squares[state.unit.index] = state.squared_norm(delta)
             if takes:
@@ -278,14 +262,15 @@ class SyncEngine:
         steps, samples, _ = counts.unbind(dim=1)
         accepted, self.detector = penalty.verdicts(norms, steps, self.detector, self.config)
         weights = penalty.weights(norms, accepted, steps, samples, self.config)
-        round_.record.decided(norms, weights, accepted, counts, self.detector)
+        rollbacks = self.detector.consecutive_rollbacks.float()
+        round_.record.decided = Decided(norms, weights, accepted.float(), counts, rollbacks)
         if round_.taken:
-            self._depart_until(round_, len(self.outer) - 1)
+            self._depart_until(round_, len(round_.states) - 1)
 
     def _depart_until(self, round_: Round, last: int) -> None:
         """Starts all-reduces up to the unit at position ``last``, in the same order everywhere."""
-        while round_.departed <= min(last, len(self.outer) - 1):
-            state = self.outer[round_.departed]
+        while round_.departed <= min(last, len(round_.states) - 1):
+            state = round_.states[round_.departed]
             index = state.unit.index
             phase = f"synchronising {state.unit.name} in round {round_.number}"
             decision = round_.decision(self.mesh.replica, index)
@@ -295,62 +280,59 @@ class SyncEngine:
             round_.departed += 1
             # Below 2^24: it travels to the other replicas as a float.
             self._order_hash = (self._order_hash * 131 + index + 1) % (1 << 24)
-            if self._chains is not None and round_.departed == len(self.outer):
+            if self._chains is not None and round_.departed == len(round_.states):
                 self._chains.flush()
 
     def _begin_landing(self, round_: Round) -> None:
         """Has the units of a round land in the forward that comes."""
         # Parameters kept from an evaluation would be stale once their shards change.
-        self._release()
+        self._backend.release()
         self._decide(round_)
         self._landing = round_
-        self._to_land = {state.unit.index: state for state in self.outer}
+        round_.to_land = {state.unit.index: state for state in round_.states}
         self._land_spanning_unit(round_)
         self._depart_until(round_, self.config.sync_prefetch)
 
     def _land_now(self, round_: Round) -> None:
         self._begin_landing(round_)
         self._land_all(self.units)
+        self._backend.flush()
         self._close_round()
 
     def _before_unit(self, unit: Unit) -> None:
-        state = self._to_land.get(unit.index)
-        if state is not None and state.unit is unit:
+        if self._landing is not None and (state := self._landing.awaited(unit)) is not None:
             with torch.no_grad():
-                self._land(state)
-            _gather(unit)
+                self._land(self._landing, state)
+            self._backend.gather(unit)
 
     @torch.no_grad()
-    def _after_forward(self, units: list[Unit]) -> None:
-        if self._to_land:
-            self._land_all(units)
+    def _after_forward(self, units: Sequence[Unit]) -> None:
+        self._land_all(units)
         # The forward hid the exchange of norms. A departure that keeps progress notes parameters,
         # which are still those that were measured.
         for round_ in self.flying:
             self._decide(round_)
 
-    def _land_all(self, units: list[Unit]) -> None:
+    def _land_all(self, units: Sequence[Unit]) -> None:
         for unit in units:
-            state = self._to_land.get(unit.index)
-            if state is not None and state.unit is unit:
-                self._land(state)
+            if self._landing is not None and (state := self._landing.awaited(unit)) is not None:
+                self._land(self._landing, state)
 
     def _land_spanning_unit(self, round_: Round) -> None:
         """Stages that share a unit must meet for its norm, which they cannot do inside a forward:
         the later stage's begins when the first one's has ended."""
-        if not self._spans_stages:
+        if not self._backend.has_spanning_unit:
             return
-        if self.outer[0].unit.spans_stages:
-            self._land(self.outer[0])
+        if round_.states[0].unit.spans_stages:
+            self._land(round_, round_.states[0])
         elif self.config.clip is not None:
             self.sum_in_order(torch.zeros((), device=self.device), self.mesh.worker_group)
 
-    def _land(self, state: OuterState) -> None:
+    def _land(self, round_: Round, state: OuterState) -> None:
         """Waits for one unit's all-reduce and applies it."""
-        round_, unit = self._landing, state.unit
-        assert round_ is not None
+        unit = state.unit
         assert not unit.is_gathered, f"{unit.name} was gathered before its synchronisation"
-        self._depart_until(round_, self.outer.index(state) + self.config.sync_prefetch)
+        self._depart_until(round_, round_.states.index(state) + self.config.sync_prefetch)
         flight = round_.flights.pop(unit.index)
         with round_.record.exposed():
             flight.pending.wait()
@@ -362,7 +344,7 @@ class SyncEngine:
             delta.mul_(penalty.clip_coefficient(norm, self.config.clip))
         decision = round_.decision(self.mesh.replica, unit.index)
         round_.record.applied(unit.index, square, state.land(flight, decision))
-        del self._to_land[unit.index]
+        del round_.to_land[unit.index]
 
     def _close_round(self) -> None:
         """Sends the numbers of a landed round off; not in the forward, where stages of a pipeline
@@ -370,10 +352,6 @@ class SyncEngine:
         if self._landing is not None:
             self._recorder.close(self._landing.record, self.config.clip)
             self._landing = None
-
-    def _release(self) -> None:
-        for chunk in self._chunks:
-            chunk.release()
 
     def sum_in_order(self, value: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         """Sums a 0-dim value over ranks of the replica, in an order that all replicas share: an
@@ -383,17 +361,6 @@ class SyncEngine:
         gathered = value.new_empty(group.size())
         dist.all_gather_single(gathered, value.reshape(1), group=group)
         return gathered.sum()
-
-
-def _gather(unit: Unit) -> None:
-    """Starts FSDP2's gather behind the synchronisation on the current stream.
-
-    Left to itself FSDP2 gathers on a stream of its own, which waits for the optimizer at the start
-    of the step but not for what happens to the shards later.
-    """
-    module = unit.modules[0]
-    if isinstance(module, FSDPModule) and unit.locals[0].is_cuda:
-        module.unshard(async_op=True)
 
 
 def _hash(tensor: torch.Tensor) -> torch.Tensor:

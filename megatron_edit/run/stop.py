@@ -69,7 +69,7 @@ class StopConditions:
             return Stop(f"--exit-interval {interval}")
         if self._agreement is None:
             return None
-        if engine.rendezvous is None or engine.lockstep:
+        if not engine.rendezvous.by_clock or engine.lockstep:
             reason = self._agreement.reason_to_stop(engine.step, self._wish())
         else:
             reason = self._reason_at_meeting(engine.rendezvous, engine.together, self._agreement)

@@ -9,6 +9,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.utils import get_model_config
 
+from megatron_edit.backends.megatron.backend import MegatronBackend
 from megatron_edit.backends.megatron.data_parallel import EDiTDataParallel
 from megatron_edit.backends.megatron.gradients import finalize_gradients
 from megatron_edit.backends.megatron.optimizer import EDiTDistributedOptimizer
@@ -47,7 +48,7 @@ def get_edit_model_and_optimizer(
     chunks = [
         EDiTDataParallel(chunk, mesh, compute_dtype, reshard_after_forward) for chunk in model
     ]
-    engine = SyncEngine(chunks, mesh, edit_config, samples_per_step)
+    engine = SyncEngine(MegatronBackend(chunks, mesh), mesh, edit_config, samples_per_step)
     optimizer = EDiTDistributedOptimizer(chunks, engine, mesh, optimizer_config)
 
     def finalize(*_: object, **__: object) -> None:

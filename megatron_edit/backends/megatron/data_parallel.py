@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -12,7 +12,8 @@ from megatron.core.models.gpt import GPTModel
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from megatron_edit.backends.megatron.units import Unit, split_into_units
+from megatron_edit.backends.megatron.units import split_into_units
+from megatron_edit.engine.backend import Unit
 from megatron_edit.replicas.mesh import Mesh
 
 
@@ -49,7 +50,9 @@ class EDiTDataParallel(_BaseDataParallel):
         return self.module if isinstance(self.module, FSDPModule) else None
 
     def before_each_unit(
-        self, before_unit: Callable[[Unit], None], after_forward: Callable[[list[Unit]], None]
+        self,
+        before_unit: Callable[[Unit], None],
+        after_forward: Callable[[Sequence[Unit]], None],
     ) -> None:
         """Has ``before_unit`` called before every forward of a unit, ahead of FSDP2's gather.
 

@@ -14,7 +14,7 @@ from megatron.core import parallel_state
 from torch import nn
 
 from megatron_edit.backends.megatron.data_parallel import EDiTDataParallel
-from megatron_edit.backends.megatron.units import Unit, local_of
+from megatron_edit.backends.megatron.units import MegatronUnit, local_of
 from megatron_edit.replicas.mesh import Mesh
 from megatron_edit.replicas.peers import PeerGroup
 
@@ -29,7 +29,7 @@ def finalize_gradients(chunks: Sequence[EDiTDataParallel], mesh: Mesh) -> None:
     _sum_tied_embedding(chunks, mesh)
 
 
-def average_over_replicas(units: Iterable[Unit], peers: PeerGroup) -> None:
+def average_over_replicas(units: Iterable[MegatronUnit], peers: PeerGroup) -> None:
     """Averages gradients over the replicas: the synchronous phase. One all-reduce per unit."""
     if peers.size == 1:
         return

@@ -19,12 +19,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from megatron_edit.engine.backend import Unit
 from megatron_edit.platform.fsdp_compat import gather_begun
 from megatron_edit.replicas.mesh import Mesh
 
 
 @dataclass
-class Unit:
+class MegatronUnit(Unit):
     """The part of one unit that this rank holds.
 
     Attributes:
@@ -47,11 +48,6 @@ class Unit:
     counted: list[bool] = field(default_factory=list)
 
     @property
-    def numel(self) -> int:
-        """Elements of this rank's shards."""
-        return sum(local.numel() for local in self.locals)
-
-    @property
     def is_gathered(self) -> bool:
         """Whether FSDP2 holds the full parameters of the unit, or has begun to gather them."""
         if not any(isinstance(parameter, DTensor) for parameter in self.parameters.values()):
@@ -59,15 +55,6 @@ class Unit:
         if any(gather_begun(m) for m in self.modules if isinstance(m, FSDPModule)):
             return True
         return not all(isinstance(p, DTensor) for m in self.modules for p in m.parameters())
-
-    def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Cuts a flat ``[numel]`` buffer into views shaped like :attr:`locals`."""
-        pieces = flat.split([local.numel() for local in self.locals])
-        return [piece.view(local.shape) for piece, local in zip(pieces, self.locals, strict=True)]
-
-    def copy_to(self, flat: torch.Tensor) -> None:
-        """Copies the parameters into a flat ``[numel]`` buffer."""
-        torch._foreach_copy_(self.views(flat), self.locals)
 
     def copy_from(self, flat: torch.Tensor) -> None:
         """Copies a flat ``[numel]`` buffer into the parameters."""
@@ -87,7 +74,7 @@ def unit_names(num_layers: int, tied: bool) -> list[str]:
 
 def split_into_units(
     chunk: GPTModel, mesh: Mesh, compute_dtype: torch.dtype, reshard_after_forward: bool
-) -> list[Unit]:
+) -> list[MegatronUnit]:
     """Finds the units of a model chunk and shards them over the shard group.
 
     With one rank in the shard group and fp32 compute there is nothing to shard or cast, and the
@@ -125,7 +112,7 @@ def global_name(chunk: GPTModel, name: str) -> str:
     return f"{prefix}{chunk.decoder.layers[int(number)].layer_number - 1}.{rest}"
 
 
-def _find_units(chunk: GPTModel, mesh: Mesh) -> list[Unit]:
+def _find_units(chunk: GPTModel, mesh: Mesh) -> list[MegatronUnit]:
     tied = chunk.share_embeddings_and_output_weights
     layers = chunk.decoder.layers
     ends: dict[str, list[nn.Module]] = {"embedding": [], "head": []}
@@ -142,7 +129,7 @@ def _find_units(chunk: GPTModel, mesh: Mesh) -> list[Unit]:
     ]
     spans = tied and mesh.pipeline_parallel > 1
     units = [
-        Unit(name, index, modules, {}, spans_stages=spans and index == 0)
+        MegatronUnit(name, index, modules, {}, spans_stages=spans and index == 0)
         for name, index, modules in numbered
         if modules
     ]
@@ -156,7 +143,7 @@ def _find_units(chunk: GPTModel, mesh: Mesh) -> list[Unit]:
 
 def _shard(
     chunk: GPTModel,
-    units: list[Unit],
+    units: list[MegatronUnit],
     mesh: Mesh,
     compute_dtype: torch.dtype,
     reshard_after_forward: bool,
