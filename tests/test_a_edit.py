@@ -55,8 +55,8 @@ def run(case: Case, weights: dict[str, Any], rounds: int) -> dict[str, Any]:
     steps_in_round = []
     while len(waits) < rounds:
         training.step()
-        synchronous = training.engine.step <= case.config.warmup_steps
-        clock.now += max(SPEEDS) if synchronous else SPEEDS[training.mesh.replica]
+        lockstep = training.engine.step <= case.config.warmup_steps
+        clock.now += max(SPEEDS) if lockstep else SPEEDS[training.mesh.replica]
         steps_in_round.append(training.engine.steps_in_round)
     training.engine.synchronize()
     return {

@@ -113,7 +113,7 @@ class SyncEngine:
             self._begin_landing(self.flying.pop(0))
 
     def average_gradients(self) -> None:
-        """Averages gradients over the replicas in the synchronous phase; nothing otherwise."""
+        """Averages gradients over the replicas in the lockstep phase; nothing otherwise."""
         if self.lockstep:
             self._backend.average_gradients(self.mesh.peers)
 

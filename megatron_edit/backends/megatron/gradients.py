@@ -30,7 +30,7 @@ def finalize_gradients(chunks: Sequence[EDiTDataParallel], mesh: Mesh) -> None:
 
 
 def average_over_replicas(units: Iterable[MegatronUnit], peers: PeerGroup) -> None:
-    """Averages gradients over the replicas: the synchronous phase. One all-reduce per unit."""
+    """Averages gradients over the replicas: the lockstep phase. One all-reduce per unit."""
     if peers.size == 1:
         return
     in_flight = []
