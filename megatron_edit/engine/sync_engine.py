@@ -343,7 +343,7 @@ class SyncEngine:
         if self.outer[0].unit.spans_stages:
             self._land(self.outer[0])
         elif self.config.clip is not None:
-            self.sum_in_order(torch.zeros((), device=self.device), self.mesh.worker_group)
+            self.mesh.sum_in_order(torch.zeros((), device=self.device), self.mesh.worker_group)
 
     def _land(self, state: OuterState) -> None:
         """Waits for one unit's all-reduce and applies it."""
@@ -358,7 +358,7 @@ class SyncEngine:
         square = state.squared_norm(delta)
         if self.config.clip is not None:
             group = self.mesh.worker_group if unit.spans_stages else self.mesh.stage_group
-            norm = self.sum_in_order(square, group).sqrt()
+            norm = self.mesh.sum_in_order(square, group).sqrt()
             delta.mul_(penalty.clip_coefficient(norm, self.config.clip))
         decision = round_.decision(self.mesh.replica, unit.index)
         round_.record.applied(unit.index, square, state.land(flight, decision))
@@ -374,15 +374,6 @@ class SyncEngine:
     def _release(self) -> None:
         for chunk in self._chunks:
             chunk.release()
-
-    def sum_in_order(self, value: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        """Sums a 0-dim value over ranks of the replica, in an order that all replicas share: an
-        all-reduce may choose another order in another replica, and the replicas would part."""
-        if group.size() == 1:
-            return value
-        gathered = value.new_empty(group.size())
-        dist.all_gather_single(gathered, value.reshape(1), group=group)
-        return gathered.sum()
 
 
 def _gather(unit: Unit) -> None:
