@@ -88,8 +88,8 @@ def pretrain(args: Namespace) -> int:
 
 def set_up(args: Namespace) -> Mesh:
     """Joins the other ranks and says what runs where."""
+    from megatron_edit.backends.megatron.mesh import build_mesh
     from megatron_edit.platform import cpu, ds_compat
-    from megatron_edit.replicas.mesh import build_mesh
 
     if torch.cuda.is_available():
         torch.cuda.set_device(args.local_rank)

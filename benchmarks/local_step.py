@@ -150,7 +150,7 @@ def measure(rank: int, world: int, port: int, blocks: int, steps: int, results: 
     torch.set_num_threads(1)
     cpu.install()
     dist.init_process_group("gloo", rank=rank, world_size=world)
-    from megatron_edit.replicas.mesh import build_mesh
+    from megatron_edit.backends.megatron.mesh import build_mesh
 
     mesh = build_mesh(1)
     # One replica, and no synchronisation in sight.

@@ -19,13 +19,13 @@ from torch.distributed.algorithms.model_averaging.averagers import PeriodicModel
 from torch.distributed.optim import PostLocalSGDOptimizer
 
 from benchmarks.link.gate import Gate
+from megatron_edit.backends.megatron.mesh import build_mesh
 from megatron_edit.backends.megatron.model import build_model, count_parameters
 from megatron_edit.config.arguments import parse_args
 from megatron_edit.data.datasets import build_datasets, train_iterator
 from megatron_edit.data.tokenizer import build_tokenizer, model_vocab_size
 from megatron_edit.errors import ConfigurationError, exit_on_configuration_error
 from megatron_edit.platform import cpu, ds_compat
-from megatron_edit.replicas.mesh import build_mesh
 from megatron_edit.run.failure import exit_on_failure
 from megatron_edit.run.trainer import forward_step
 

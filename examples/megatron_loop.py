@@ -14,9 +14,9 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 
 from megatron_edit.backends.megatron.build import get_edit_model_and_optimizer
+from megatron_edit.backends.megatron.mesh import build_mesh
 from megatron_edit.config.edit_config import EditConfig
 from megatron_edit.platform import cpu
-from megatron_edit.replicas.mesh import build_mesh
 
 STEPS, MICRO_BATCHES, MICRO_BATCH, SEQUENCE, VOCABULARY = 40, 2, 4, 32, 64
 

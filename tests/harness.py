@@ -16,12 +16,13 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_edit.backends.megatron.build import get_edit_model_and_optimizer
+from megatron_edit.backends.megatron.mesh import build_mesh
 from megatron_edit.backends.megatron.model import build_model
 from megatron_edit.backends.megatron.optimizer import EDiTDistributedOptimizer
 from megatron_edit.backends.megatron.units import global_name, unit_names
 from megatron_edit.config.edit_config import EditConfig
 from megatron_edit.engine.reference import NaiveReference
-from megatron_edit.replicas.mesh import Mesh, build_mesh
+from megatron_edit.replicas.mesh import Mesh
 
 SEQUENCE = 16
 VOCABULARY = 64

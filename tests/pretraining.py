@@ -20,9 +20,9 @@ from megatron.core import tensor_parallel
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 import pretrain_edit
+from megatron_edit.backends.megatron.mesh import destroy_mesh
 from megatron_edit.checkpoint.checkpoint import Saver
 from megatron_edit.platform.ds_compat import name_accelerator
-from megatron_edit.replicas.mesh import destroy_mesh
 from megatron_edit.run import trainer
 from megatron_edit.run.trainer import Trainer
 

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from distributed import run_ranks
 
+from megatron_edit.backends.megatron.mesh import build_mesh
 from megatron_edit.replicas.chains import Chains
 from megatron_edit.replicas.compression import BLOCK, Compressor, decode, encode
-from megatron_edit.replicas.mesh import build_mesh
 
 CPU = torch.device("cpu")
 

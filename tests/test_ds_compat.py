@@ -16,9 +16,9 @@ from deepspeed.comm.comm import comms_logger
 from deepspeed.ops import __compatible_ops__
 from distributed import free_port, run_ranks
 
+from megatron_edit.backends.megatron.mesh import build_mesh
 from megatron_edit.errors import ConfigurationError
 from megatron_edit.platform import ds_compat
-from megatron_edit.replicas.mesh import build_mesh
 
 
 def _store() -> tuple[str, bool]:

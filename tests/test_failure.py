@@ -19,9 +19,9 @@ from dying_ranks import run_dying_ranks
 from pretraining import command_line, pretrain
 
 from megatron_edit import errors
+from megatron_edit.backends.megatron.mesh import build_mesh
 from megatron_edit.errors import ConfigurationError
 from megatron_edit.platform.ds_compat import default_store
-from megatron_edit.replicas.mesh import build_mesh
 from megatron_edit.replicas.peers import PeerError
 from megatron_edit.run import failure
 from megatron_edit.run.failure import HostPeers, RankFailedError, exit_on_failure, located

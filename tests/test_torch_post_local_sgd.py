@@ -14,10 +14,10 @@ from torch.distributed.algorithms.model_averaging.averagers import PeriodicModel
 from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
+from megatron_edit.backends.megatron.mesh import build_mesh
 from megatron_edit.backends.megatron.model import build_model
 from megatron_edit.config.methods import PRESETS
 from megatron_edit.engine.reference import _decay_groups
-from megatron_edit.replicas.mesh import build_mesh
 
 WARMUP, TAU = 3, 4
 CASE = Case(

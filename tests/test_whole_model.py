@@ -15,13 +15,13 @@ from distributed import run_ranks
 from harness import own_part
 
 from megatron_edit.backends.megatron.build import get_edit_model_and_optimizer
+from megatron_edit.backends.megatron.mesh import build_mesh
 from megatron_edit.backends.megatron.model import build_model
 from megatron_edit.backends.megatron.units import global_name
 from megatron_edit.checkpoint import checkpoint, whole_model
 from megatron_edit.commands import export
 from megatron_edit.config.arguments import parse_args
 from megatron_edit.errors import ConfigurationError
-from megatron_edit.replicas.mesh import build_mesh
 from megatron_edit.run.trainer import optimizer_config
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -20,11 +20,11 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from megatron.core.models.gpt import GPTModel
 
+from megatron_edit.backends.megatron.mesh import build_mesh, destroy_mesh
 from megatron_edit.backends.megatron.model import build_model
 from megatron_edit.checkpoint.checkpoint import TRACKER, checkpoint_folder
 from megatron_edit.errors import ConfigurationError
 from megatron_edit.platform import cpu
-from megatron_edit.replicas.mesh import build_mesh, destroy_mesh
 
 TIED_COPY = "output_layer.weight"
 TENSOR_PART = re.compile(r"(?P<name>.+)@tp(?P<rank>\d+)of\d+")

@@ -107,6 +107,9 @@ class ByClock:
 
     def __init__(self, trigger: TimeTrigger, mesh: Mesh, min_round_steps: int) -> None:
         self.trigger, self._mesh, self._min_round_steps = trigger, mesh, min_round_steps
+        # Made here: hosts that cannot reach one another show before the training.
+        self._host_group = mesh.worker_host_group
+        mesh.peers.open_host_group()
         self.steps = [0] * mesh.replicas
         self.together = True
         self._steps_at_round = 0
@@ -135,7 +138,7 @@ class ByClock:
         decision = torch.tensor([self.trigger.due(step)], dtype=torch.uint8)
         if self._mesh.replica_size > 1:
             first = self._mesh.replica * self._mesh.replica_size
-            dist.broadcast(decision, src=first, group=self._mesh.worker_host_group)
+            dist.broadcast(decision, src=first, group=self._host_group)
         return bool(decision)
 
     def meet(self, step: int) -> bool:
@@ -158,5 +161,5 @@ class ByClock:
     def _wants_stop_in_replica(self) -> bool:
         wants = torch.tensor([self.wants_stop], dtype=torch.uint8)
         if self._mesh.replica_size > 1:
-            dist.all_reduce(wants, dist.ReduceOp.MAX, group=self._mesh.worker_host_group)
+            dist.all_reduce(wants, dist.ReduceOp.MAX, group=self._host_group)
         return bool(wants)

@@ -326,7 +326,7 @@ class SyncEngine:
         if round_.states[0].unit.spans_stages:
             self._land(round_, round_.states[0])
         elif self.config.clip is not None:
-            self.sum_in_order(torch.zeros((), device=self.device), self.mesh.worker_group)
+            self.mesh.sum_in_order(torch.zeros((), device=self.device), self.mesh.worker_group)
 
     def _land(self, round_: Round, state: OuterState) -> None:
         """Waits for one unit's all-reduce and applies it."""
@@ -340,7 +340,7 @@ class SyncEngine:
         square = state.squared_norm(delta)
         if self.config.clip is not None:
             group = self.mesh.worker_group if unit.spans_stages else self.mesh.stage_group
-            norm = self.sum_in_order(square, group).sqrt()
+            norm = self.mesh.sum_in_order(square, group).sqrt()
             delta.mul_(penalty.clip_coefficient(norm, self.config.clip))
         decision = round_.decision(self.mesh.replica, unit.index)
         round_.record.applied(unit.index, square, state.land(flight, decision))
@@ -352,15 +352,6 @@ class SyncEngine:
         if self._landing is not None:
             self._recorder.close(self._landing.record, self.config.clip)
             self._landing = None
-
-    def sum_in_order(self, value: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        """Sums a 0-dim value over ranks of the replica, in an order that all replicas share: an
-        all-reduce may choose another order in another replica, and the replicas would part."""
-        if group.size() == 1:
-            return value
-        gathered = value.new_empty(group.size())
-        dist.all_gather_single(gathered, value.reshape(1), group=group)
-        return gathered.sum()
 
 
 def _hash(tensor: torch.Tensor) -> torch.Tensor:

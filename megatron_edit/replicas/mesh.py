@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cached_property
 
+import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 
+from megatron_edit.replicas.groups import host_group, own_group
+from megatron_edit.replicas.layout import Coordinate, Layout, Place
 from megatron_edit.replicas.peers import PeerChannels, PeerGroup
 
-# megatron-core's default order puts the pipeline outermost, so that a replica would be strewn over
-# the hosts and its own traffic would cross the slow link.
-RANK_ORDER = "tp-cp-ep-pp-dp"
+# Which ranks make up each kind of group: those that have these coordinates in common.
+KINDS: dict[str, tuple[Coordinate, ...]] = {
+    "worker": ("replica",),
+    "stage": ("replica", "stage"),
+    "shard": ("replica", "stage", "tensor"),
+    "tensor": ("replica", "shard", "stage"),
+    "pipeline": ("replica", "shard", "tensor"),
+}
+PEERS: tuple[Coordinate, ...] = ("shard", "stage", "tensor")
 
 
 @dataclass(frozen=True)
@@ -21,40 +31,71 @@ class Mesh:
     """Where this rank stands and the groups it belongs to.
 
     Attributes:
-        replicas: R, the number of full copies of the model.
-        pipeline_parallel: PP, pipeline stages of a replica.
-        shard: S, ranks that shard parameters, gradients and optimizer state of one stage.
-        tensor_parallel: TP.
-        replica: Index of this rank's replica; likewise the other ``*_rank``.
+        layout: How many ranks stand along each coordinate.
+        place: The coordinates of this rank.
         worker_group: The PP x S x TP ranks of this replica.
-        worker_host_group: The same ranks, for messages on the host (gloo).
         stage_group: The S x TP ranks of this replica that hold parts of the same layers.
         shard_group: The S ranks that shard the same tensors.
         tensor_group: The TP ranks that split the same layers.
         pipeline_group: The PP ranks that pass activations on.
         peers: The R ranks, one a replica, that hold the same shard of the same layers.
+        timeout: Bound of every wait in these groups.
     """
 
-    replicas: int
-    pipeline_parallel: int
-    shard: int
-    tensor_parallel: int
-    replica: int
-    pipeline_rank: int
-    shard_rank: int
-    tensor_rank: int
+    layout: Layout
+    place: Place
     worker_group: dist.ProcessGroup
-    worker_host_group: dist.ProcessGroup
     stage_group: dist.ProcessGroup
     shard_group: dist.ProcessGroup
     tensor_group: dist.ProcessGroup
     pipeline_group: dist.ProcessGroup
     peers: PeerGroup
+    timeout: timedelta
+
+    @property
+    def replicas(self) -> int:
+        """R, the number of full copies of the model."""
+        return self.layout.replicas
+
+    @property
+    def shard(self) -> int:
+        """S, ranks that shard parameters, gradients and optimizer state of one stage."""
+        return self.layout.shard
+
+    @property
+    def pipeline_parallel(self) -> int:
+        """PP, pipeline stages of a replica."""
+        return self.layout.pipeline_parallel
+
+    @property
+    def tensor_parallel(self) -> int:
+        """TP."""
+        return self.layout.tensor_parallel
+
+    @property
+    def replica(self) -> int:
+        """Index of this rank's replica."""
+        return self.place.replica
+
+    @property
+    def shard_rank(self) -> int:
+        """Index of this rank in its shard group."""
+        return self.place.shard
+
+    @property
+    def pipeline_rank(self) -> int:
+        """Index of this rank's pipeline stage."""
+        return self.place.stage
+
+    @property
+    def tensor_rank(self) -> int:
+        """Index of this rank in its tensor-parallel group."""
+        return self.place.tensor
 
     @property
     def world_size(self) -> int:
         """Ranks of all replicas."""
-        return self.replicas * self.replica_size
+        return self.layout.world_size
 
     @property
     def replica_size(self) -> int:
@@ -65,6 +106,22 @@ class Mesh:
     def is_last_stage(self) -> bool:
         """Whether this rank's pipeline stage computes the loss."""
         return self.pipeline_rank == self.pipeline_parallel - 1
+
+    @cached_property
+    def worker_host_group(self) -> dist.ProcessGroup:
+        """The ranks of this replica, for messages on the host; first asked for by all ranks of the
+        world together, who make it then."""
+        partition = self.layout.partition(*KINDS["worker"])
+        return host_group(partition, self.timeout, "worker", like=self.worker_group)
+
+    def sum_in_order(self, value: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        """Sums a 0-dim value over ranks of the replica, in an order that all replicas share: an
+        all-reduce may choose another order in another replica, and the replicas would part."""
+        if group.size() == 1:
+            return value
+        gathered = value.new_empty(group.size())
+        dist.all_gather_single(gathered, value.reshape(1), group=group)
+        return gathered.sum()
 
     def describe(self) -> str:
         """The first line of a run: hosts, ranks and how they are laid out."""
@@ -85,109 +142,52 @@ def build_mesh(
     replicas: int,
     tensor_parallel: int = 1,
     pipeline_parallel: int = 1,
-    virtual_pipeline_parallel: int | None = None,
     timeout_minutes: float = 10,
+    given: Mapping[str, dist.ProcessGroup] | None = None,
 ) -> Mesh:
-    """Builds megatron-core's process groups and ours; needs an initialised default group.
+    """Builds the process groups of this rank; needs an initialised default group.
 
     Args:
         replicas: R.
         tensor_parallel: TP.
         pipeline_parallel: PP.
-        virtual_pipeline_parallel: Model chunks per pipeline rank (interleaved schedule), or None.
         timeout_minutes: Bound of every wait in these groups.
+        given: Groups of this rank that exist already, by kind (``KINDS``); the same kinds on all
+            ranks.
 
     Raises:
-        ValueError: The world size is not divisible by replicas x TP x PP.
+        ValueError: The world size is not divisible by replicas x TP x PP, or a given group has
+            other ranks than the layout puts there.
     """
-    world = dist.get_world_size()
-    if world % (replicas * tensor_parallel * pipeline_parallel):
-        raise ValueError(
-            f"world size {world} is not divisible by replicas {replicas} x TP {tensor_parallel} x "
-            f"PP {pipeline_parallel}"
-        )
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=tensor_parallel,
-        pipeline_model_parallel_size=pipeline_parallel,
-        virtual_pipeline_model_parallel_size=virtual_pipeline_parallel,
-        num_distributed_optimizer_instances=replicas,
-        order=RANK_ORDER,
-        distributed_timeout_minutes=timeout_minutes,  # type: ignore[arg-type]
-        create_gloo_process_groups=False,
-    )
-    replica_size = world // replicas
-    replica, rank_in_replica = divmod(dist.get_rank(), replica_size)
-    stage_group = _stage_group(world, pipeline_parallel, replica_size, timeout_minutes)
-    shard_group = parallel_state.get_data_parallel_group(
-        with_context_parallel=True, partial_data_parallel=True
-    )
-    peer_ranks = [r * replica_size + rank_in_replica for r in range(replicas)]
-    worker_group = parallel_state.get_intra_distributed_optimizer_instance_group()
-    workers = [list(range(r * replica_size, (r + 1) * replica_size)) for r in range(replicas)]
-    return Mesh(
-        replicas=replicas,
-        pipeline_parallel=pipeline_parallel,
-        shard=shard_group.size(),
-        tensor_parallel=tensor_parallel,
-        replica=replica,
-        pipeline_rank=parallel_state.get_pipeline_model_parallel_rank(),
-        shard_rank=shard_group.rank(),
-        tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
-        worker_group=worker_group,
-        worker_host_group=_host_group(workers, worker_group, timeout_minutes),
-        stage_group=stage_group,
-        shard_group=shard_group,
-        tensor_group=parallel_state.get_tensor_model_parallel_group(),
-        pipeline_group=parallel_state.get_pipeline_model_parallel_group(),
-        peers=PeerGroup(_peer_channels(peer_ranks, timeout_minutes), peer_ranks, replica),
-    )
-
-
-def _new_group(
-    partition: list[list[int]], timeout_minutes: float, backend: str | None = None
-) -> dist.ProcessGroup:
-    """Makes the groups of a partition of the world, on all ranks alike; returns this rank's."""
+    layout = Layout.of(dist.get_world_size(), replicas, tensor_parallel, pipeline_parallel)
+    place = layout.place(dist.get_rank())
     timeout = timedelta(minutes=timeout_minutes)
-    groups = {id(r): dist.new_group(r, timeout=timeout, backend=backend) for r in partition}
-    return groups[next(id(ranks) for ranks in partition if dist.get_rank() in ranks)]
+    given = given or {}
+    groups = {}
+    for kind, shared in KINDS.items():
+        if kind in given:
+            _check_ranks(kind, given[kind], layout.partition(*shared))
+            groups[f"{kind}_group"] = given[kind]
+        else:
+            groups[f"{kind}_group"] = own_group(layout.partition(*shared), timeout, kind)
+    peers = _peers(layout, place, timeout)
+    return Mesh(layout, place, **groups, peers=peers, timeout=timeout)
 
 
-def _host_group(
-    partition: list[list[int]], on_device: dist.ProcessGroup, timeout_minutes: float
-) -> dist.ProcessGroup:
-    """A gloo group of the same ranks; the group itself where it is gloo already."""
-    if dist.get_backend(on_device) == dist.Backend.GLOO:
-        return on_device
-    return _new_group(partition, timeout_minutes, backend="gloo")
+def _check_ranks(kind: str, group: dist.ProcessGroup, partition: list[list[int]]) -> None:
+    if (ranks := dist.get_process_group_ranks(group)) not in partition:
+        raise ValueError(f"the {kind} group has ranks {ranks}; the layout divides {partition}")
 
 
-def _peer_channels(peer_ranks: list[int], timeout_minutes: float) -> PeerChannels | None:
-    if len(peer_ranks) == 1:
-        return None
-    payload = parallel_state.get_inter_distributed_optimizer_instance_group()
-    assert dist.get_process_group_ranks(payload) == peer_ranks
-    replica_size = dist.get_world_size() // len(peer_ranks)
-    partition = [
-        list(range(first, dist.get_world_size(), replica_size)) for first in range(replica_size)
-    ]
-    scalars = _new_group(partition, timeout_minutes)
-    return PeerChannels(payload, scalars, _host_group(partition, scalars, timeout_minutes))
-
-
-def _stage_group(
-    world: int, pipeline_parallel: int, replica_size: int, timeout_minutes: float
-) -> dist.ProcessGroup:
-    """This rank's stage group. With ``RANK_ORDER`` the data-parallel rank is outermost and the
-    pipeline rank next, so that stage p of replica r is every rank with these two coordinates."""
-    stride = parallel_state.get_tensor_model_parallel_world_size()
-    partition = [
-        [r for r in range(first, first + replica_size) if r // stride % pipeline_parallel == stage]
-        for first in range(0, world, replica_size)
-        for stage in range(pipeline_parallel)
-    ]
-    return _new_group(partition, timeout_minutes)
-
-
-def destroy_mesh() -> None:
-    """Ends megatron-core's groups, so that another mesh can be built in this process."""
-    parallel_state.destroy_model_parallel()
+def _peers(layout: Layout, place: Place, timeout: timedelta) -> PeerGroup:
+    partition = layout.partition(*PEERS)
+    (ranks,) = (group for group in partition if dist.get_rank() in group)
+    if layout.replicas == 1:
+        return PeerGroup(None, ranks, place.replica)
+    channels = PeerChannels(
+        payload=own_group(partition, timeout, "payload between replicas"),
+        scalars=own_group(partition, timeout, "scalars between replicas"),
+        partition=partition,
+        timeout=timeout,
+    )
+    return PeerGroup(channels, ranks, place.replica)

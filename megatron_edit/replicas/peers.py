@@ -11,10 +11,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
+from functools import cached_property
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
+
+from megatron_edit.replicas.groups import host_group
 
 # Told of each collective that has been waited for: its name, milliseconds since its start, bytes.
 Observer = Callable[[str, float, int], None]
@@ -64,12 +68,20 @@ class PeerChannels:
     Attributes:
         payload: Pseudo gradients and averaged gradients: large, slow, in flight for long.
         scalars: A few numbers on the device.
-        host: A few numbers on the host (gloo).
+        partition: The ranks of these groups, on all ranks of the world.
+        timeout: Bound of every wait.
     """
 
     payload: dist.ProcessGroup
     scalars: dist.ProcessGroup
-    host: dist.ProcessGroup
+    partition: list[list[int]]
+    timeout: timedelta
+
+    @cached_property
+    def host(self) -> dist.ProcessGroup:
+        """For a few numbers on the host; first asked for by all ranks of the world together, who
+        make it then."""
+        return host_group(self.partition, self.timeout, "between replicas", like=self.scalars)
 
 
 class PeerGroup:
@@ -160,6 +172,11 @@ class PeerGroup:
             return Gathering(DONE, values.unsqueeze(0))
         group = self._channels.payload if payload else self._channels.scalars
         return self._gather(values, group, phase)
+
+    def open_host_group(self) -> None:
+        """Makes the group of :meth:`all_gather_on_host`; all ranks of the world together."""
+        if self._channels is not None:
+            _ = self._channels.host
 
     def all_gather_on_host(self, values: list[float], phase: str) -> list[list[float]]:
         """Gathers a few numbers of every replica on the host: a rendezvous of the replicas.

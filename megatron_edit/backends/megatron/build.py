@@ -37,7 +37,7 @@ def get_edit_model_and_optimizer(
         model: This rank's chunks, fp32 parameters on their final device.
         optimizer_config: Of the inner AdamW.
         edit_config: When and how replicas synchronise.
-        mesh: From :func:`megatron_edit.replicas.mesh.build_mesh`.
+        mesh: From :func:`megatron_edit.backends.megatron.mesh.build_mesh`.
         samples_per_step: Samples a replica consumes in a step: micro batch x micro-batches x S.
         compute_dtype: float32 or bfloat16.
         reshard_after_forward: True for ``optim_grads_params`` (ZeRO-3), False for ``optim_grads``.

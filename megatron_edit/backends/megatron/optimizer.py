@@ -84,7 +84,7 @@ class EDiTDistributedOptimizer(MegatronOptimizer):
         gradients = [zero if shard.grad is None else shard.grad for shard in self._shards.values()]
         norms = torch.stack(torch._foreach_norm(gradients))
         total = (norms.square() * self._counted).sum()
-        return self.engine.sum_in_order(total, self.mesh.worker_group).sqrt()
+        return self.mesh.sum_in_order(total, self.mesh.worker_group).sqrt()
 
     def step_with_ready_grads(self) -> bool:
         """Updates the parameters from the gradients handed over."""
