@@ -41,6 +41,14 @@ def test_stages_take_turns() -> None:
     assert order(3, 1) == "A0 B0 C0"
 
 
+@pytest.mark.parametrize("ahead", [0, 3])
+def test_a_chain_of_one_stage_begins_at_once(ahead: int) -> None:
+    log: list[str] = []
+    runner = Chains(CPU, ahead)
+    runner.run([partial(log.append, "only")]).wait()
+    assert log == ["only"]
+
+
 def test_a_wait_changes_no_turn() -> None:
     log: list[str] = []
     runner = Chains(CPU, ahead=1)

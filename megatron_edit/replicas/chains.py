@@ -25,8 +25,8 @@ class Chains:
     Args:
         device: Where the tensors are.
         ahead: Chains that start before the result of one is waited for, unless there are no more
-            (:meth:`flush`). The last stage of a chain begins when so many more have started, the
-            others evenly before it.
+            (:meth:`flush`). The first stage of a chain begins at once, its last when so many more
+            have started, the others evenly between them.
     """
 
     def __init__(self, device: torch.device, ahead: int = 0) -> None:
@@ -81,9 +81,9 @@ class _Chain:
 
     def begin_stages_of(self, turns: int, ahead: int) -> None:
         """Begins the stages that are due when so many more chains have started."""
-        last = len(self._stages) - 1
+        gaps = max(len(self._stages) - 1, 1)
         for stage in range(len(self._begun), len(self._stages)):
-            if -(-stage * ahead // last) <= turns:
+            if -(-stage * ahead // gaps) <= turns:
                 self._begin_next()
 
     def _begin_next(self) -> None:
