@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import time
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,9 @@ from distributed import run_ranks
 from pretraining import Prepare, Run, command_line, newest, pretrain
 
 import pretrain_edit
+from megatron_edit.run.interval import Totals
 from megatron_edit.run.stop import StopConditions
-from megatron_edit.run.trainer import Totals, Trainer
+from megatron_edit.run.trainer import Trainer
 
 # Warm-up 3, tau 4: rounds end at the start of steps 7 and 11, counted from 0.
 FIELDS = [
@@ -320,7 +322,7 @@ def test_what_happens_between_steps_is_not_their_time() -> None:
     trainer = Trainer.__new__(Trainer)
     trainer._totals = Namespace(started_s=10.0)  # type: ignore[assignment]
     with (
-        patch.object(trainer.time, "perf_counter", side_effect=[20.0, 27.5]),
+        patch.object(time, "perf_counter", side_effect=[20.0, 27.5]),
         trainer.outside_of_steps("evaluation"),
     ):
         assert trainer.phase == "evaluation"

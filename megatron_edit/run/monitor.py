@@ -6,52 +6,14 @@ import datetime
 import math
 import sys
 from argparse import Namespace
-from dataclasses import dataclass
 from typing import Any, TextIO
 
 from megatron_edit.backends.megatron.units import unit_names
 from megatron_edit.engine.record import SyncRecord
 from megatron_edit.errors import ConfigurationError
 from megatron_edit.platform import ds_compat
+from megatron_edit.run.interval import Interval
 from megatron_edit.run.stop import Stop
-
-
-@dataclass
-class Interval:
-    """Figures of the steps since the last log line, gathered from all replicas.
-
-    Attributes:
-        iteration: Steps done.
-        consumed_samples: Samples of all replicas so far.
-        step_ms: Mean time of a step.
-        learning_rate: Of the last step.
-        losses: Mean loss of each replica over the interval.
-        grad_norm: Of the last step, replica 0.
-        skipped: Updates skipped in the interval, over all replicas.
-        nan_iterations: Steps with a non-finite loss or gradient, over all replicas.
-        most_nans_in_row: The most such steps in a row of each replica that the interval has seen.
-        sync_round: Synchronisations so far.
-        exposed_ms: Mean time per step that this rank waited for other replicas.
-        tflops: Model TFLOP/s of one rank.
-    """
-
-    iteration: int
-    consumed_samples: int
-    step_ms: float
-    learning_rate: float
-    losses: list[float]
-    grad_norm: float
-    skipped: int
-    nan_iterations: int
-    most_nans_in_row: list[int]
-    sync_round: int
-    exposed_ms: float
-    tflops: float
-
-    @property
-    def loss(self) -> float:
-        """Mean over the replicas."""
-        return sum(self.losses) / len(self.losses)
 
 
 class Monitor:

@@ -7,15 +7,15 @@ import time
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from megatron_edit.run.exit_agreement import ExitAgreement
+from megatron_edit.run.interval import Interval
 
 if TYPE_CHECKING:
     from megatron_edit.engine.record import SyncRecord
     from megatron_edit.engine.rendezvous import Rendezvous
-    from megatron_edit.run.monitor import Interval
-    from megatron_edit.run.trainer import Trainer
+    from megatron_edit.engine.sync_engine import SyncEngine
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,16 @@ class Stop:
     reason: str
     failed: bool = False
     save: bool = True
+
+
+class Progress(Protocol):
+    """How far a run is, as the trainer tells it."""
+
+    iteration: int
+    engine: SyncEngine
+
+    def passed(self, interval: int) -> bool:
+        """Whether the last step that all replicas know of passed a multiple of ``interval``."""
 
 
 class StopConditions:
@@ -60,12 +70,12 @@ class StopConditions:
     def _on_signal(self, *_: object) -> None:
         self._signalled = True
 
-    def check(self, trainer: Trainer) -> Stop | None:
+    def check(self, progress: Progress) -> Stop | None:
         """Why the run stops now, at the top of a step; None to go on."""
-        interval, engine = self._args.exit_interval, trainer.engine
+        interval, engine = self._args.exit_interval, progress.engine
         # A run that resumes where the last one stopped has to get on.
-        gets_on = engine.together and trainer.iteration > self._first_step
-        if interval and gets_on and trainer.passed(interval):
+        gets_on = engine.together and progress.iteration > self._first_step
+        if interval and gets_on and progress.passed(interval):
             return Stop(f"--exit-interval {interval}")
         if self._agreement is None:
             return None

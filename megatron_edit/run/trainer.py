@@ -7,7 +7,6 @@ import time
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -25,7 +24,7 @@ from megatron_edit.engine.record import SyncRecord
 from megatron_edit.platform import cpu
 from megatron_edit.replicas.mesh import Mesh
 from megatron_edit.run.faults import Injection
-from megatron_edit.run.monitor import Interval
+from megatron_edit.run.interval import Interval, Totals
 
 Batches = Iterator[dict[str, torch.Tensor]]
 
@@ -84,35 +83,6 @@ def _mean_loss(
     assert mask is not None, "the last pipeline stage reads no data"
     loss = (losses.float() * mask).sum() / mask.sum().clamp(min=1.0)
     return loss, loss.detach().clone()
-
-
-@dataclass
-class Totals:
-    """Sums since the last log line, on the device; reading them is left to the log line.
-
-    A nan iteration is a step whose loss or whose gradient norm was not finite.
-    """
-
-    loss: torch.Tensor
-    finite_losses: torch.Tensor
-    nan_iterations: torch.Tensor
-    nans_in_row: torch.Tensor
-    most_nans_in_row: torch.Tensor
-    skipped_before: torch.Tensor
-    steps: int = 0
-    exposed_ms: float = 0.0
-    started_s: float = field(default_factory=time.perf_counter)
-
-    def add(self, loss: torch.Tensor, grad_norm: torch.Tensor) -> None:
-        """Adds the mean loss of a step."""
-        finite = torch.isfinite(loss)
-        bad = ~(finite & torch.isfinite(grad_norm))
-        self.loss += torch.where(finite, loss, torch.zeros_like(loss))
-        self.finite_losses += finite
-        self.nan_iterations += bad
-        self.nans_in_row = torch.where(bad, self.nans_in_row + 1, torch.zeros_like(loss))
-        self.most_nans_in_row = torch.maximum(self.most_nans_in_row, self.nans_in_row)
-        self.steps += 1
 
 
 class Trainer:
