@@ -198,7 +198,7 @@ def state_of(trainer: Trainer) -> dict[str, str]:
         "momentum": digest(s.momentum for s in engine.outer if s.momentum is not None),
         "detector": digest(engine.detector.state_dict().values()),
         "counters": f"{engine.step} {engine.round} {engine.steps_in_round}",
-        "skipped": digest([optimizer.skipped_steps]),
+        "skipped": digest([optimizer.skipped_steps, engine.skipped_in_round]),
         "rng": digest([torch.get_rng_state(), *_tracked_generators()]),
     }
 

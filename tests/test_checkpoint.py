@@ -16,6 +16,7 @@ from distributed import run_ranks
 from dying_ranks import run_dying_ranks
 from pretraining import Run, command_line, newest, pretrain
 
+from megatron_edit.backends.megatron.optimizer import EDiTDistributedOptimizer
 from megatron_edit.checkpoint import checkpoint
 
 # Warm-up 4, tau 4: synchronisations are due at the start of steps 8 and 12, and at the end. The
@@ -77,6 +78,33 @@ def test_a_resumed_run_is_the_uninterrupted_one(layout: str, tmp_path: Path) -> 
 
 def _pretrain_all(lines: list[str]) -> list[Run]:
     return [pretrain(command_line(line)) for line in lines]
+
+
+def _pretrain_with_skipped_steps(line: str) -> Run:
+    """Replica 1 has no finite gradients in steps 4 and 5."""
+    prepare_grads = EDiTDistributedOptimizer.prepare_grads
+
+    def spoiled(optimizer: EDiTDistributedOptimizer) -> bool:
+        result = prepare_grads(optimizer)
+        if optimizer.mesh.replica == 1 and optimizer.engine.step in (4, 5):
+            next(iter(optimizer._shards.values())).grad.fill_(float("nan"))
+        return result
+
+    with patch.object(EDiTDistributedOptimizer, "prepare_grads", spoiled):
+        return pretrain(command_line(line))
+
+
+def test_skipped_steps_of_an_open_round_outlive_a_stop(tmp_path: Path) -> None:
+    argv = f"{RESUMABLE} --edit-weight-temperature-relative 0.1"
+    saving = f"{argv} --save {tmp_path} --save-interval 6"
+    whole = run_ranks(_pretrain_with_skipped_steps, 2, saving)
+    load = link(tmp_path, 6, tmp_path / "load")
+    resumed = run_ranks(_pretrain_with_skipped_steps, 2, f"{argv} --load {load}")
+    for before, after in zip(whole, resumed, strict=True):
+        assert after.loaded == before.saved[6]
+        assert after.losses == before.losses[6:]
+        assert after.state == before.state
+    assert whole[0].saved[6]["skipped"] != whole[1].saved[6]["skipped"]
 
 
 def test_replicas_that_run_by_the_clock_resume_where_each_was(tmp_path: Path) -> None:

@@ -10,7 +10,13 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megatron_edit.engine.penalty import WEIGHTINGS, clip_coefficient, contribution_, weights
+from megatron_edit.engine.penalty import (
+    WEIGHTINGS,
+    clip_coefficient,
+    contribution_,
+    full_round_norms,
+    weights,
+)
 
 NAN, INF = math.nan, math.inf
 
@@ -88,6 +94,35 @@ def test_weights_per_step_and_by_tokens() -> None:
     assert weigh([0.0, 0.0], tokens, steps=[0, 0], samples=[0, 0]) == [0.5, 0.5]
 
 
+@pytest.mark.parametrize("relative", [None, 0.5])
+@pytest.mark.parametrize("weighting", WEIGHTINGS)
+def test_a_replica_that_did_not_move_counts_only_where_nobody_did(
+    weighting: str, relative: float | None
+) -> None:
+    cfg = Options(weighting=weighting, weight_temperature_relative=relative)
+    assert weigh([2.5, 0.0, 2.5, 2.5], cfg) == pytest.approx([1 / 3, 0, 1 / 3, 1 / 3])
+    # The one that moved was found out: it still does not count.
+    assert weigh([2.5, 0.0, NAN, 0.0], cfg, [False, True, False, True]) == [0.0, 0.5, 0.0, 0.5]
+    assert weigh([0.0] * 4, cfg) == [0.25] * 4
+
+
+def test_norms_count_as_if_no_step_had_been_skipped() -> None:
+    norms = torch.tensor([[2.5, 0.3], [1.25, 0.1], [0.0, 0.0], [NAN, 7.0]])
+    steps, effective = torch.tensor([32.0, 32.0, 32.0, 7.0]), torch.tensor([32.0, 16.0, 0.0, 7.0])
+    full = full_round_norms(norms, steps, effective)
+    assert full[0].tolist() == norms[0].tolist() and full[3, 1] == 7.0
+    assert full[1].tolist() == pytest.approx([2.5, 0.2])
+    assert full[2].tolist() == [0.0, 0.0] and full[3, 0].isnan()
+    # Half of the steps skipped at the same pace: no more weight than a peer.
+    assert weigh(full[:3, 0].tolist(), Options()) == [0.5, 0.5, 0.0]
+
+
+def test_norms_are_bitwise_what_they_were_where_nobody_skipped() -> None:
+    norms = torch.randn(5, 300, generator=torch.Generator().manual_seed(2)).abs()
+    steps = torch.tensor([1.0, 3.0, 128.0, 0.0, 77.0])
+    assert torch.equal(full_round_norms(norms, steps, steps), norms)
+
+
 @pytest.mark.parametrize("bad", [NAN, INF, 1000.0])
 @pytest.mark.parametrize("relative", [None, 0.5])
 @pytest.mark.parametrize("weighting", WEIGHTINGS)
@@ -152,7 +187,7 @@ def _weigh(cfg: Options, device: str) -> Tensor:
     norms = torch.ones(4, 3, device=device)
     accepted = norms > 0
     steps = torch.ones(4, dtype=torch.int64, device=device)
-    return weights(norms, accepted, steps, steps, cfg)
+    return weights(full_round_norms(norms, steps, steps), accepted, steps, steps, cfg)
 
 
 def _scale(device: str) -> Tensor:

@@ -36,7 +36,7 @@ from megatron_edit.errors import ConfigurationError
 from megatron_edit.replicas.mesh import Mesh
 
 TRACKER = "latest_checkpointed_iteration.txt"
-FORMAT = 1
+FORMAT = 2
 SHAPE = (
     "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups",
     "normalization", "swiglu", "disable_bias_linear", "untie_embeddings_and_output_weights",
@@ -305,6 +305,7 @@ def _replica_tensors(optimizer: EDiTDistributedOptimizer, mesh: Mesh) -> dict[st
     counters = {
         f"{prefix}.skipped_steps": optimizer.skipped_steps,
         f"{prefix}.steps_in_round": torch.tensor(optimizer.engine.steps_in_round),
+        f"{prefix}.skipped_in_round": optimizer.engine.skipped_in_round,
     }
     model = _named(f"{prefix}.model", optimizer.named_parameters(), mesh)
     moments = _named(f"{prefix}.optimizer", optimizer.named_moments(), mesh)

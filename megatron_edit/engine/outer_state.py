@@ -23,12 +23,12 @@ class Decision:
     Attributes:
         weight: What this replica's pseudo gradient counts, fp32.
         accepted: Whether this replica takes part.
-        any_accepted: Whether any replica does; otherwise the unit goes back to the anchor.
+        anchor_moves: Whether any replica that takes part has moved; otherwise the anchor stays.
     """
 
     weight: torch.Tensor
     accepted: torch.Tensor
-    any_accepted: torch.Tensor
+    anchor_moves: torch.Tensor
 
 
 @dataclass
@@ -129,7 +129,10 @@ class OuterState:
             pending = self._peers.all_reduce(payload, phase)
         else:
             pending = self.compressor.all_reduce(
-                payload, decision.accepted, decision.any_accepted, phase
+                payload,
+                decision.accepted & decision.anchor_moves,
+                decision.anchor_moves,
+                phase,
             )
         return Flight(payload, pending, departure)
 
@@ -164,10 +167,10 @@ class OuterState:
             self._config.outer_lr,
             self._config.outer_momentum,
             self._config.outer_nesterov,
-            decision.any_accepted,
+            decision.anchor_moves,
             momentum_clip=self._config.outer_momentum_clip,
         )
-        self.moved.copy_(decision.any_accepted)
+        self.moved.copy_(decision.anchor_moves)
         self._follow(anchor, flight.departure, decision.accepted)
         self._leave()
         squares = [self.squared_norm(buffer) for buffer in (anchor, momentum) if buffer is not None]

@@ -125,6 +125,24 @@ class DetectorState:
             setattr(self, name, state_dict[name].detach().to(tensor, copy=True))
 
 
+def full_round_norms(norms: Tensor, steps: Tensor, effective: Tensor) -> Tensor:
+    """Norms as they would be had no step been skipped: G x steps / effective steps.
+
+    A replica that skipped steps is nearer to the anchor for that reason alone, and would count more
+    than its peers. n steps of a kind move a replica at most n times as far as one.
+
+    Args:
+        norms: `[R, U]`, G of each replica's pseudo gradient; may hold NaN and Inf.
+        steps: `[R]`, inner steps of each replica in this round, skipped or not.
+        effective: `[R]`, those of them whose update was not skipped.
+
+    Returns:
+        fp32 `[R, U]`, bitwise G for a replica that skipped nothing.
+    """
+    factor = torch.where(effective > 0, steps.float() / effective.clamp(min=1), 1.0)
+    return norms.float() * factor.unsqueeze(1)
+
+
 def verdicts(
     norms: Tensor, steps: Tensor, state: DetectorState, cfg: DetectorOptions
 ) -> tuple[Tensor, DetectorState]:
@@ -135,8 +153,8 @@ def verdicts(
     as a peer.
 
     Args:
-        norms: `[R, U]`, G of each replica's pseudo gradient.
-        steps: `[R]`, inner steps of each replica in this round.
+        norms: `[R, U]`, G of each replica's pseudo gradient, from `full_round_norms`.
+        steps: `[R]`, inner steps of each replica in this round, skipped or not.
         state: What earlier synchronisations left; it is not modified.
         cfg: The detector and its thresholds.
 
@@ -186,33 +204,38 @@ def weights(
 
     `norm` is the paper's w_i = softmax over the accepted replicas of -G_i / T, where T is
     `weight_temperature`, or `weight_temperature_relative` times the median of the accepted
-    replicas' norms. `norm_per_step` puts G_i / steps_i in the place of G_i.
+    replicas' norms. `norm_per_step` puts G_i / steps_i in the place of G_i. Whatever the weighting,
+    a replica with a norm of 0 (it did not move) counts only where no accepted replica moved.
 
     Args:
-        norms: `[R, U]`, G of each replica's pseudo gradient; may hold NaN and Inf.
+        norms: `[R, U]`, G of each replica's pseudo gradient, from `full_round_norms`; may hold NaN
+            and Inf.
         accepted: bool `[R, U]`, from `verdicts`.
-        steps: `[R]`, inner steps of each replica in this round.
-        samples: `[R]`, samples each replica consumed in this round.
+        steps: `[R]`, inner steps of each replica in this round, skipped or not.
+        samples: `[R]`, samples each replica consumed in those steps of this round that were not
+            skipped.
         cfg: The weighting and its temperatures.
 
     Returns:
-        fp32 `[R, U]`: 0 for anomalous replicas, sums to 1 over the replicas of a unit, and all 0
-        where every replica is anomalous.
+        fp32 `[R, U]`: 0 for replicas that are anomalous or did not move while others did, sums to 1
+        over the replicas of a unit, and all 0 where every replica is anomalous.
 
     Raises:
         ValueError: The weighting's name is unknown.
     """
     if cfg.weighting not in WEIGHTINGS:
         raise ValueError(f"unknown weighting '{cfg.weighting}', expected one of {WEIGHTINGS}")
-    share = accepted.float()
+    moved = accepted & (norms > 0)
+    counted = torch.where(moved.any(0), moved, accepted)
+    share = counted.float()
     if cfg.weighting == "tokens":
-        counted = share * _column(samples)
+        consumed = share * _column(samples)
         # Nobody consumed anything: there is no ground to prefer one replica.
-        share = torch.where(counted.sum(0) > 0, counted, share)
+        share = torch.where(consumed.sum(0) > 0, consumed, share)
     elif cfg.weighting != "uniform":
         divisor = _column(steps).clamp(min=1.0) if cfg.weighting == "norm_per_step" else 1.0
         # Masked before any arithmetic: Inf - Inf and Inf * 0 are NaN.
-        share = _softmin(torch.where(accepted, norms.float(), 0.0) / divisor, accepted, cfg)
+        share = _softmin(torch.where(counted, norms.float(), 0.0) / divisor, counted, cfg)
     total = share.sum(0)
     return share / torch.where(total > 0, total, 1.0)
 
@@ -363,16 +386,16 @@ def _reseed(
     )
 
 
-def _softmin(norms: Tensor, accepted: Tensor, cfg: WeightOptions) -> Tensor:
-    """Returns exp(-(G - min G) / T) of the accepted replicas, 0 for the others, `[R, U]`."""
-    smallest = torch.where(accepted, norms, torch.inf).amin(0)
+def _softmin(norms: Tensor, counted: Tensor, cfg: WeightOptions) -> Tensor:
+    """Returns exp(-(G - min G) / T) of the replicas that count, 0 for the others, `[R, U]`."""
+    smallest = torch.where(counted, norms, torch.inf).amin(0)
     # Shifted before the division: the smallest norm gives exactly 1 at any temperature.
-    above = torch.where(accepted, norms - smallest, 0.0)
+    above = torch.where(counted, norms - smallest, 0.0)
     if cfg.weight_temperature_relative is None:
         scaled = above / cfg.weight_temperature
     else:
-        # Of the accepted alone, so that a flagged replica cannot move the weights of the others.
-        median = masked_median(norms, accepted & (norms > 0))
+        # Of these alone, so that a flagged replica cannot move the weights of the others.
+        median = masked_median(norms, counted & (norms > 0))
         temperature = cfg.weight_temperature_relative * median
         scaled = above / temperature.clamp(min=torch.finfo(torch.float32).tiny)
-    return torch.where(accepted, torch.exp(-scaled), 0.0)
+    return torch.where(counted, torch.exp(-scaled), 0.0)

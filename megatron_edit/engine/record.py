@@ -27,7 +27,7 @@ class SyncRecord:
         norms: ``[R][U]``, norm of each replica's pseudo gradient.
         weights: ``[R][U]``, what each replica's pseudo gradient counted.
         accepted: ``[R][U]``, False where a replica was anomalous.
-        steps: ``[R]``, inner steps of the round.
+        steps: ``[R]``, inner steps of the round whose update was not skipped.
         averaged_norms: ``[U]``, norms of the averaged pseudo gradients before the clip.
         clip_coefficients: ``[U]``, the factors they were clipped by.
         momentum_norm: Norm of the outer momentum of all units.
@@ -119,7 +119,7 @@ class Decided:
         norms: ``[R, U]``, of each replica's pseudo gradient.
         weights: ``[R, U]``, what each replica counts.
         accepted: ``[R, U]``, 1 where a replica takes part, 0 where not.
-        counts: ``[R, 3]``, steps, samples and order hash of the round.
+        counts: ``[R, 3]``, of the round: steps not skipped, all steps, order hash.
         rollbacks: ``[U]``, synchronisations in a row that every replica failed.
     """
 

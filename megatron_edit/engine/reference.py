@@ -46,12 +46,16 @@ class NaiveReference:
         ]
         self.steps = 0
         self.rounds = 0
+        # Of the round: its steps, and for each replica those whose update was not skipped.
+        self.round_steps = 0
+        self.effective = [0] * len(self.replicas)
         self.anchor: dict[str, torch.Tensor] = {}
         self.momentum: dict[str, torch.Tensor] = {}
-        # What is under way: for each unit the averaged pseudo gradient (None: a rollback) and who
-        # takes part; where every replica was at the departure.
+        # What is under way: for each unit the averaged pseudo gradient (None: the anchor stays) and
+        # who takes part; where every replica was at the departure, and who had moved by then.
         self.under_way: dict[str, tuple[dict[str, torch.Tensor] | None, list[int]]] = {}
         self.departure: list[dict[str, torch.Tensor]] = []
+        self.moved: dict[str, list[int]] = {}
 
     def step(self, batches: Sequence[Sequence[Any]], lr: float) -> float:
         """One inner step of every replica.
@@ -79,12 +83,16 @@ class NaiveReference:
         losses = [self._backward(i, micro_batches) for i, micro_batches in enumerate(batches)]
         if synchronous:
             self._average_gradients()
-        for replica, inner in zip(self.replicas, self.inner, strict=True):
-            if self.clip_grad > 0:
-                nn.utils.clip_grad_norm_(replica.parameters(), self.clip_grad)
+        self.round_steps += not synchronous
+        for i, (replica, inner) in enumerate(zip(self.replicas, self.inner, strict=True)):
+            limit = self.clip_grad if self.clip_grad > 0 else math.inf
+            norm = nn.utils.clip_grad_norm_(replica.parameters(), limit)
+            if not norm.isfinite():
+                continue
             for group in inner.param_groups:
                 group["lr"] = lr
             inner.step()
+            self.effective[i] += not synchronous
         self.steps += 1
         return statistics.fmean(losses)
 
@@ -92,7 +100,7 @@ class NaiveReference:
         """Brings all replicas to one anchor: the end of training."""
         if self.config.delay_round:
             self.synchronize_a_round_later()
-            self._co2_step(self.departure)
+            self._co2_step(self.departure, self.moved)
             self._follow_anchor()
             return
         if self.under_way:
@@ -108,17 +116,19 @@ class NaiveReference:
         self.departure = [{n: p.clone() for n, p in replica.items()} for replica in replicas]
         for unit, names in self.units.items():
             deltas = [{n: self.anchor[n] - replica[n] for n in names} for replica in replicas]
-            norms = [_norm(delta) for delta in deltas]
+            norms = [_norm(delta) * self._unskipped(i) for i, delta in enumerate(deltas)]
             good = self._good(norms)
+            # Who did not move has no say, and where nobody moved the anchor stays.
+            movers = [i for i in good if norms[i] > 0]
             average = None
-            if good:
-                weights = self._weights([norms[i] for i in good])
+            if movers:
+                weights = self._weights([norms[i] for i in movers])
                 average = {
-                    n: sum(w * deltas[i][n] for w, i in zip(weights, good, strict=True))
+                    n: sum(w * deltas[i][n] for w, i in zip(weights, movers, strict=True))
                     for n in names
                 }
             self.under_way[unit] = (average, good)
-        self.rounds += 1
+        self._begin_round()
 
     @torch.no_grad()
     def land(self) -> None:
@@ -138,19 +148,38 @@ class NaiveReference:
     @torch.no_grad()
     def synchronize_a_round_later(self) -> None:
         """CO2: the mean of a round's parameters is applied at the end of the next one."""
-        arrived, self.departure = (
-            self.departure,
-            [{n: p.clone() for n, p in replica.items()} for replica in self._parameters()],
-        )
+        arrived, moved = self.departure, self.moved
+        self.departure = [{n: p.clone() for n, p in r.items()} for r in self._parameters()]
+        self.moved = {
+            unit: [
+                i
+                for i, replica in enumerate(self.departure)
+                if any(not torch.equal(replica[n], self.anchor[n]) for n in names)
+            ]
+            for unit, names in self.units.items()
+        }
         if arrived:
-            self._co2_step(arrived)
+            self._co2_step(arrived, moved)
             self._follow_anchor()
-        self.rounds += 1
+        self._begin_round()
 
-    def _co2_step(self, arrived: list[dict[str, torch.Tensor]]) -> None:
+    def _begin_round(self) -> None:
+        self.rounds += 1
+        self.round_steps, self.effective = 0, [0] * len(self.replicas)
+
+    def _unskipped(self, replica: int) -> float:
+        """What a replica's norm is multiplied by, so that a skipped step is no advantage."""
+        return self.round_steps / max(self.effective[replica], 1)
+
+    def _co2_step(
+        self, arrived: list[dict[str, torch.Tensor]], moved: dict[str, list[int]]
+    ) -> None:
         config = self.config
-        for n, anchor in self.anchor.items():
-            gap = anchor - sum(replica[n] for replica in arrived) / len(arrived)
+        for n, movers in ((n, moved[unit]) for unit, names in self.units.items() for n in names):
+            if not movers:
+                continue
+            anchor = self.anchor[n]
+            gap = anchor - sum(arrived[i][n] for i in movers) / len(movers)
             b = config.outer_momentum * self.momentum[n] + gap / config.staleness_gap_penalty
             if config.outer_momentum_clip is not None:
                 b = b.clamp(-config.outer_momentum_clip, config.outer_momentum_clip)
@@ -184,12 +213,13 @@ class NaiveReference:
     def _good(self, norms: list[float]) -> list[int]:
         """Replicas that take part."""
         finite = [i for i, norm in enumerate(norms) if math.isfinite(norm)]
-        if self.config.detector == "none" or len(finite) < 3:
+        moved = [norms[i] for i in finite if norms[i] > 0]
+        if self.config.detector == "none" or len(moved) < 3:
             return finite
         if self.config.detector == "robust" and self.rounds >= self.config.detector_warmup:
             raise ValueError("the reference has no history test")
-        median = statistics.median(norms[i] for i in finite)
-        mad = statistics.median(abs(norms[i] - median) for i in finite)
+        median = statistics.median(moved)
+        mad = statistics.median(abs(norm - median) for norm in moved)
         limit = median + max(
             self.config.peer_threshold * 1.4826 * mad, self.config.peer_floor * median
         )

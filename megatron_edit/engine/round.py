@@ -47,7 +47,8 @@ class Round:
         decided = self.record.decided
         assert decided is not None, "asked before it was decided"
         taking_part = decided.accepted[:, unit] > 0
-        return Decision(decided.weights[replica, unit], taking_part[replica], taking_part.any())
+        moves = (taking_part & (decided.norms[:, unit] > 0)).any()
+        return Decision(decided.weights[replica, unit], taking_part[replica], moves)
 
     def awaited(self, unit: Unit) -> OuterState | None:
         """This rank's part of a unit, if it has yet to land."""

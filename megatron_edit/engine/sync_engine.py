@@ -63,6 +63,8 @@ class SyncEngine:
         self.step = 0
         self.round = 0
         self.steps_in_round = 0
+        # Of these, on the device: what was skipped is not known on the host.
+        self.skipped_in_round = torch.zeros((), device=self.device)
         self.outer: list[OuterState] = []
         self.flying: list[Round] = []
         self.detector = penalty.DetectorState.zeros(
@@ -117,8 +119,13 @@ class SyncEngine:
         if self.lockstep:
             self._backend.average_gradients(self.mesh.peers)
 
-    def end_step(self) -> None:
-        """Counts the step, after the inner optimizer's update."""
+    def end_step(self, skipped: torch.Tensor | None = None) -> None:
+        """Counts the step, after the inner optimizer's update.
+
+        Args:
+            skipped: 0-dim fp32 on the device, 1 if the update was left out, else 0; None if the
+                inner optimizer leaves none out.
+        """
         assert self._landing is None or not self._landing.to_land, (
             "the step ended with units that were not synchronised"
         )
@@ -126,6 +133,8 @@ class SyncEngine:
         self._in_step = False
         if not self.lockstep:
             self.steps_in_round += 1
+            if skipped is not None:
+                self.skipped_in_round += skipped
         self.step += 1
         self._close_round()
         self._recorder.poll()
@@ -225,11 +234,12 @@ class SyncEngine:
         self._exchange_norms(opened, takes=delay > 0)
         self.round += 1
         self.steps_in_round = 0
+        self.skipped_in_round.zero_()
         self._order_hash = 0
         self.flying.append(opened)
 
     def _exchange_norms(self, round_: Round, takes: bool) -> None:
-        """Sends off G ``[U]`` and steps, samples and order hash of the round ``[3]``.
+        """Sends off G ``[U]`` and effective steps, steps and order hash of the round ``[3]``.
 
         Args:
             round_: The round that ends.
@@ -243,10 +253,10 @@ class SyncEngine:
                 round_.taken[state.unit.index] = delta
         if self.mesh.replica_size > 1:
             dist.all_reduce(squares, group=self.mesh.worker_group)
-        samples = self.steps_in_round * self.samples_per_step
         # Filled, not copied: a copy from the host would wait for the device.
-        numbers = (self.steps_in_round, samples, self._order_hash)
+        numbers = (self.steps_in_round, self.steps_in_round, self._order_hash)
         counts = torch.cat([squares.new_full((1,), float(number)) for number in numbers])
+        counts[0] -= self.skipped_in_round
         round_.norms = self.mesh.peers.start_all_gather(
             torch.cat([squares.sqrt(), counts]), f"exchanging norms in round {round_.number}"
         )
@@ -259,9 +269,11 @@ class SyncEngine:
             gathered = round_.norms.wait()
         round_.norms = None
         norms, counts = gathered[:, :-3], gathered[:, -3:]
-        steps, samples, _ = counts.unbind(dim=1)
-        accepted, self.detector = penalty.verdicts(norms, steps, self.detector, self.config)
-        weights = penalty.weights(norms, accepted, steps, samples, self.config)
+        effective, steps, _ = counts.unbind(dim=1)
+        full = penalty.full_round_norms(norms, steps, effective)
+        accepted, self.detector = penalty.verdicts(full, steps, self.detector, self.config)
+        samples = effective * self.samples_per_step
+        weights = penalty.weights(full, accepted, steps, samples, self.config)
         rollbacks = self.detector.consecutive_rollbacks.float()
         round_.record.decided = Decided(norms, weights, accepted.float(), counts, rollbacks)
         if round_.taken:

@@ -109,7 +109,7 @@ class EDiTDistributedOptimizer(MegatronOptimizer):
         if self.config.clip_grad > 0:
             self.optimizer.grad_scale = ((norm + 1e-6) / self.config.clip_grad).clamp(min=1.0)
         self.step_with_ready_grads()
-        self.engine.end_step()
+        self.engine.end_step(skip)
         return True, norm, None
 
     def get_loss_scale(self) -> torch.Tensor:
