@@ -5,6 +5,7 @@ deepspeed --num_accelerators 4 pretrain_edit.py ... --deepspeed --deepspeed_conf
 
 from __future__ import annotations
 
+import os
 import sys
 from argparse import Namespace
 from datetime import timedelta
@@ -89,7 +90,7 @@ def pretrain(args: Namespace) -> int:
 def set_up(args: Namespace) -> Mesh:
     """Joins the other ranks and says what runs where."""
     from megatron_edit.backends.megatron.mesh import build_mesh
-    from megatron_edit.platform import cpu, ds_compat
+    from megatron_edit.platform import cpu, ds_compat, nccl
 
     if torch.cuda.is_available():
         torch.cuda.set_device(args.local_rank)
@@ -106,6 +107,7 @@ def set_up(args: Namespace) -> Mesh:
         mesh.peers.on_collective = ds_compat.log_collective
     if args.rank == 0:
         print(mesh.describe(), flush=True)
+        nccl.warn_of_one_queue(args.distributed_backend, os.environ)
         print(describe(args), flush=True)
     return mesh
 

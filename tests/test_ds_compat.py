@@ -61,6 +61,31 @@ def test_joining_compiles_nothing_and_needs_no_launcher() -> None:
     assert run_ranks(_join, 1) == [("0 of 1", False)]
 
 
+def _join_with_a_gpu() -> list[str]:
+    """Keywords of the calls by which a rank joins, where DeepSpeed believes in a GPU."""
+    dist.destroy_process_group()
+    accelerator = get_accelerator()
+    accelerator.device_name = lambda index=None: "cuda"  # type: ignore[method-assign]
+    accelerator.device = lambda index=None: torch.device("cuda", index)  # type: ignore[method-assign]
+    keywords: list[str] = []
+    join = dist.init_process_group
+
+    def init_process_group(backend: str, device_id: Any = None, **others: Any) -> None:
+        keywords.extend(others)
+        keywords.extend(["device_id"] if device_id is not None else [])
+        join(backend, **others)
+
+    dist.init_process_group = init_process_group
+    ds_compat.init_distributed("gloo", 1)
+    assert deepspeed.comm.is_initialized()
+    return keywords
+
+
+def test_joining_binds_no_gpu() -> None:
+    # Bound, each group that megatron-core makes would be a collective of the whole world.
+    assert run_ranks(_join_with_a_gpu, 2) == [["timeout"]] * 2
+
+
 def _join_at(port: int) -> str:
     dist.destroy_process_group()
     os.environ.update(RANK="0", WORLD_SIZE="2", MASTER_PORT=str(port))

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_edit.errors import ConfigurationError
+from megatron_edit.platform import nccl
 
 
 def name_accelerator() -> None:
@@ -21,7 +22,13 @@ def name_accelerator() -> None:
 
 
 def init_distributed(backend: str, timeout_minutes: float) -> None:
-    """Joins the process group through DeepSpeed, under any launcher that sets RANK and so on.
+    """Joins the process group and has DeepSpeed adopt it, under any launcher that sets RANK and so
+    on.
+
+    DeepSpeed's own call would bind the process to its GPU. With NCCL every group that is made
+    afterwards, by megatron-core several for each rank of the world, is then a split of the world's
+    communicator in which all ranks take part. Unbound, making a group costs no message, and a
+    communicator is made by its members when they first use it.
 
     Args:
         backend: ``nccl`` or ``gloo``.
@@ -38,13 +45,14 @@ def init_distributed(backend: str, timeout_minutes: float) -> None:
     logger.setLevel(logging.WARNING)
     if "RANK" not in os.environ:
         _be_the_only_rank()
+    if backend == dist.Backend.NCCL:
+        nccl.make_failures_readable(os.environ)
     if not torch.cuda.is_available():
         # Otherwise it is compiled, for over a minute and with a C++ compiler; nothing here uses it.
         __compatible_ops__["deepspeed_shm_comm"] = False
     try:
-        deepspeed.init_distributed(
-            dist_backend=backend, timeout=timedelta(minutes=timeout_minutes), verbose=False
-        )
+        if not dist.is_initialized():
+            dist.init_process_group(backend, timeout=timedelta(minutes=timeout_minutes))
     except dist.DistNetworkError as error:
         if "EADDRINUSE" not in str(error) and "address already in use" not in str(error):
             raise
@@ -52,6 +60,7 @@ def init_distributed(backend: str, timeout_minutes: float) -> None:
             "MASTER_PORT is in use on this host; allowed: a free port; choose another with "
             "--master_port of the launcher"
         ) from None
+    deepspeed.init_distributed(dist_backend=backend, verbose=False)
 
 
 def _be_the_only_rank() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
@@ -12,6 +13,7 @@ def own_group(
     timeout: timedelta,
     description: str,
     backend: str | None = None,
+    options: Any | None = None,
 ) -> dist.ProcessGroup:
     """Makes the groups of a partition of the world; to be called by all ranks alike.
 
@@ -20,13 +22,24 @@ def own_group(
         timeout: Bound of every wait in these groups.
         description: What the groups are for; NCCL's watchdog and flight recorder print it.
         backend: None for that of the default group.
+        options: Of that backend.
 
     Returns:
         The group of this rank.
     """
-    own, _ = dist.new_subgroups_by_enumeration(
-        partition, timeout=timeout, backend=backend, group_desc=description
-    )
+    if backend is None and dist.group.WORLD.bound_device_id is not None:
+        # Every new group would be a split of the world's communicator by all of its ranks.
+        own = dist.split_group(
+            split_ranks=partition, timeout=timeout, pg_options=options, group_desc=description
+        )
+    else:
+        own, _ = dist.new_subgroups_by_enumeration(
+            partition,
+            timeout=timeout,
+            backend=backend,
+            pg_options=options,
+            group_desc=description,
+        )
     return own
 
 

@@ -11,6 +11,7 @@ from functools import cached_property
 import torch
 import torch.distributed as dist
 
+from megatron_edit.platform import nccl
 from megatron_edit.replicas.groups import host_group, own_group
 from megatron_edit.replicas.layout import Coordinate, Layout, Place
 from megatron_edit.replicas.peers import PeerChannels, PeerGroup
@@ -185,7 +186,9 @@ def _peers(layout: Layout, place: Place, timeout: timedelta) -> PeerGroup:
     if layout.replicas == 1:
         return PeerGroup(None, ranks, place.replica)
     channels = PeerChannels(
-        payload=own_group(partition, timeout, "payload between replicas"),
+        payload=own_group(
+            partition, timeout, "payload between replicas", options=nccl.payload_options()
+        ),
         scalars=own_group(partition, timeout, "scalars between replicas"),
         partition=partition,
         timeout=timeout,
