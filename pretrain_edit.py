@@ -135,11 +135,11 @@ def train(
         # Warm-up: gradients averaged over all replicas. Then tau steps apart, and every tau steps
         # the units synchronise one by one inside the forward of the next.
         trainer.step()
-        if (stop := report(args, trainer, monitor)) is not None:
-            return stop
         if not engine.together:
             # Replicas that run by the clock log, evaluate, save and stop only where they meet.
             continue
+        if (stop := report(args, trainer, monitor)) is not None:
+            return stop
         step = trainer.iteration
         if trainer.passed(args.log_interval):
             figures = trainer.interval()

@@ -18,6 +18,8 @@ from pretraining import Run, command_line, newest, pretrain
 
 from megatron_edit.backends.megatron.optimizer import EDiTDistributedOptimizer
 from megatron_edit.checkpoint import checkpoint
+from megatron_edit.run.failure import RankFailedError
+from megatron_edit.run.trainer import Trainer
 
 # Warm-up 4, tau 4: synchronisations are due at the start of steps 8 and 12, and at the end. The
 # learning rate warms up over 5 steps, so that a stop in it shows a wrong schedule.
@@ -293,6 +295,37 @@ def test_a_state_is_saved_once(tmp_path: Path) -> None:
     line = f"{RESUMABLE} --edit-replicas 1 --save {tmp_path} --save-interval 3 --exit-interval 6"
     ((run,),) = run_ranks(_pretrain_all, 1, [line])
     assert run.out.count(f"saved {tmp_path / 'iter_0000006'}\n") == 1
+
+
+def _apart(line: str) -> str:
+    """Replica 1 believes to be a step ahead when the checkpoint of step 5 is due."""
+
+    def prepare(trainer: Trainer) -> None:
+        step = trainer.step
+
+        def step_and_skip() -> None:
+            step()
+            if trainer.iteration == 5:
+                trainer.engine.step += trainer.mesh.replica
+
+        trainer.step = step_and_skip  # type: ignore[method-assign]
+
+    try:
+        pretrain(command_line(line), prepare)
+    except RankFailedError as error:
+        return str(error)
+    return "saved"
+
+
+def test_ranks_that_would_save_different_steps_write_nothing(tmp_path: Path) -> None:
+    messages = run_ranks(_apart, 2, f"{RESUMABLE} --save {tmp_path} --save-interval 5")
+    for rank, message in enumerate(messages):
+        assert message == (
+            f"rank {rank} (replica {rank}), step {5 + rank}, saving a checkpoint: RuntimeError: "
+            "rank 0 would save iteration 5, round 0, and rank 1 iteration 6, round 0; nothing is "
+            "written"
+        )
+    assert not list(tmp_path.iterdir())
 
 
 def test_tensors_are_sharded_and_named_as_in_the_whole_model(saved: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -234,6 +235,45 @@ def test_rollbacks_in_a_row_end_the_run_with_a_checkpoint(tmp_path: Path) -> Non
     assert warnings == ["0", "2", "3"]
     assert newest(tmp_path) == 12
     assert run.out.endswith(f"saved {tmp_path / 'iter_0000012'}\n")
+
+
+def _by_the_clock(lines: list[str]) -> list[Run]:
+    """Every replica is spoilt after each of its steps. A round is ten steps of replica 0 and one of
+    replica 1; its record arrives a step after the meeting, as on a GPU."""
+
+    def prepare(trainer: Trainer) -> None:
+        clock = Namespace(now=0.0)
+        trainer.engine.trigger.clock = lambda: clock.now
+        trainer.engine._recorder._on_gpu = True
+        _spoil(trainer, set(range(4, 1000)), {0, 1})
+        step = trainer.step
+
+        def step_on_clock() -> None:
+            step()
+            clock.now += (1.0, 10.0)[trainer.mesh.replica]
+
+        trainer.step = step_on_clock  # type: ignore[method-assign]
+
+    return [pretrain(command_line(lines[0]), prepare), *_pretrain_all(lines[1:])]
+
+
+def test_replicas_by_the_clock_stop_where_they_are_together(tmp_path: Path) -> None:
+    stops = "--edit-max-consecutive-rollbacks 2 --edit-sync-seconds 10 --train-iters 1000"
+    goes_on = "--edit-max-consecutive-rollbacks 4 --edit-sync-seconds 0.1 --train-iters 20"
+    lines = [
+        f"--edit-method a_edit --log-interval 1000 {stops} --save {tmp_path}",
+        f"--edit-method a_edit --log-interval 1000 {goes_on} --load {tmp_path}",
+    ]
+    results = run_ranks(_by_the_clock, 2, lines, timeout_s=60)
+    stopped, resumed = zip(*results, strict=True)
+    # The second meeting: after 3 steps in lockstep, two rounds, and the step it begins.
+    assert [(run.code, run.step) for run in stopped] == [(1, 24), (1, 6)]
+    assert "error: stopped at step 15: round 1: every replica of unit" in stopped[0].err
+    folder = tmp_path / "iter_0000015"
+    assert newest(tmp_path) == 15 and list(tmp_path.glob("iter_*")) == [folder]
+    assert json.loads((folder / "state.json").read_text())["replica_steps"] == [24, 6]
+    assert [run.loaded for run in resumed] == [run.state for run in stopped]
+    assert [run.code for run in resumed] == [0, 0]
 
 
 # --- other ways to end

@@ -172,13 +172,35 @@ class Saver:
 
         Returns:
             The folder of the checkpoint, or None where it has been written before.
+
+        Raises:
+            RuntimeError: The ranks are not at the same step and round. Nothing has been written.
         """
         engine = self._optimizer.engine
         state = (_iteration(self._args, engine), engine.round)
+        _check_agreed(state, engine.device)
         if state == self._saved:
             return None
         self._saved = state
         return save(self._args, self._mesh, self._optimizer, self._data)
+
+
+def _check_agreed(state: tuple[int, int], device: torch.device) -> None:
+    """Compares what the ranks are about to save: iteration and round.
+
+    Raises:
+        RuntimeError: They differ. Raised on every rank.
+    """
+    own = torch.tensor(state, device=device)
+    everyone = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, own)
+    first, *others = torch.stack(everyone).tolist()
+    for rank, other in enumerate(others, 1):
+        if other != first:
+            raise RuntimeError(
+                f"rank 0 would save iteration {first[0]}, round {first[1]}, and rank {rank} "
+                f"iteration {other[0]}, round {other[1]}; nothing is written"
+            )
 
 
 def save(args: Namespace, mesh: Mesh, optimizer: EDiTDistributedOptimizer, data: str) -> Path:

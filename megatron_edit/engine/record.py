@@ -182,7 +182,8 @@ class Recorder:
     """Closes records and hands them out once their values have reached the host.
 
     On a GPU a record is read one step after its synchronisation, when its values have long arrived;
-    always at the same step, so that all ranks see it together.
+    always at the same step, so that all ranks see it together. Where they meet by the clock it is
+    read at once.
 
     Args:
         units: Names of the units of the replica.

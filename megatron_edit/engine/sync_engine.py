@@ -137,7 +137,11 @@ class SyncEngine:
                 self.skipped_in_round += skipped
         self.step += 1
         self._close_round()
-        self._recorder.poll()
+        if self.rendezvous.by_clock and self.together:
+            # Read now, not a step later, when the replicas are apart and cannot act on it together.
+            self._recorder.drain()
+        else:
+            self._recorder.poll()
 
     @torch.no_grad()
     def synchronize(self) -> None:
