@@ -23,11 +23,13 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from torch.utils.data import DataLoader, Dataset
 
+from megatron_edit.data.mapped import MappedDataset, map_again
 from megatron_edit.data.sources import (
     SPLITS,
     Sources,
@@ -57,7 +59,15 @@ class FingerprintedConfig(GPTDatasetConfig):
 
 
 class FingerprintedGPTDataset(GPTDataset):
-    """GPTDataset whose cached index is not used for files that have been written anew."""
+    """GPTDataset without file descriptors, whose cached index is not used for changed files."""
+
+    @staticmethod
+    def build_low_level_dataset(dataset_path: str, config: GPTDatasetConfig) -> MappedDataset:
+        """Opens tokenised files."""
+        return MappedDataset(dataset_path)
+
+    def _build_document_sample_shuffle_indices(self) -> tuple[np.ndarray, ...]:
+        return tuple(map(map_again, super()._build_document_sample_shuffle_indices()))
 
     @staticmethod
     def _key_config_attributes() -> list[str]:

@@ -177,12 +177,12 @@ def open_indexed(prefix: str) -> Any:
     """Opens tokenised files and checks that index and data belong together.
 
     Returns:
-        megatron-core's IndexedDataset.
+        megatron-core's IndexedDataset, without a file descriptor.
 
     Raises:
         ConfigurationError: A file is missing, damaged or cut short.
     """
-    from megatron.core.datasets.indexed_dataset import IndexedDataset
+    from megatron_edit.data.mapped import MappedDataset
 
     for suffix in (".idx", ".bin"):
         if not os.path.isfile(prefix + suffix):
@@ -195,7 +195,7 @@ def open_indexed(prefix: str) -> Any:
                 f"data path {prefix!r}: no such file: {prefix}{suffix}{hint}", per_host=True
             )
     try:
-        data = IndexedDataset(prefix)
+        data = MappedDataset(prefix)
         tokens = int(data.sequence_lengths.sum(dtype=np.int64))
         size = os.path.getsize(f"{prefix}.bin")
     except (AssertionError, ValueError, OSError, struct.error) as error:
