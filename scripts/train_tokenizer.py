@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron_edit.data.corpus import BadRowError, read_batches
+from megatron_edit.data.corpus import BadRowError, check_inputs, read_batches
 from megatron_edit.errors import ConfigurationError, exit_on_configuration_error
 
 END_OF_DOCUMENT = "<|endoftext|>"
@@ -25,9 +25,8 @@ SMALLEST_VOCABULARY = 257
 def parse_arguments() -> argparse.Namespace:
     """Reads the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--input", nargs="+", required=True, help=".txt, .jsonl, .json (each also .gz), .parquet"
-    )
+    kinds = ".txt, .jsonl, .json (each also .gz, .zst), .parquet"
+    parser.add_argument("--input", nargs="+", required=True, help=kinds)
     parser.add_argument("--json-keys", nargs="+", default=["text"], help="keys that hold text")
     parser.add_argument("--vocab-size", type=int, default=1024, help="tokens, all included")
     parser.add_argument("--output", required=True, help="folder to write")
@@ -54,6 +53,7 @@ def train(args: argparse.Namespace) -> int:
         raise ConfigurationError(
             f"--vocab-size: got {args.vocab_size}, at least {SMALLEST_VOCABULARY} are needed"
         )
+    check_inputs(args.input, args.json_keys)
     output = Path(args.output)
     if output.exists() and not (output / "tokenizer.json").exists() and any(output.iterdir()):
         raise ConfigurationError(f"--output: {args.output!r} exists and holds no tokenizer")

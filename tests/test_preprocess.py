@@ -2,6 +2,8 @@
 
 import gzip
 import json
+import os
+import resource
 import signal
 import subprocess
 import sys
@@ -10,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import train_tokenizer
 from megatron.core.datasets.indexed_dataset import IndexedDataset
@@ -75,7 +78,20 @@ def test_text_comes_back_and_order_is_kept(
     assert f"1500 documents, {tokens} tokens" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("kind", ["txt", "txt.gz", "jsonl", "jsonl.gz", "json", "parquet"])
+TEXT_KINDS = ["txt", "jsonl", "txt.gz", "jsonl.gz", "txt.zst", "jsonl.zst", "json", "json.ZST"]
+
+
+def compressed(content: bytes, name: str) -> bytes:
+    """The content as a file of that name would hold it."""
+    if name.lower().endswith(".zst"):
+        sink = pa.BufferOutputStream()
+        with pa.CompressedOutputStream(sink, "zstd") as stream:
+            stream.write(content)
+        return sink.getvalue().to_pybytes()
+    return gzip.compress(content) if name.endswith(".gz") else content
+
+
+@pytest.mark.parametrize("kind", [*TEXT_KINDS, "parquet"])
 def test_formats_give_the_same_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
@@ -88,7 +104,9 @@ def test_formats_give_the_same_files(
 
         Dataset.from_dict({"text": texts, "other": [0] * 4}).to_parquet(source)
     else:
-        source.write_bytes(gzip.compress(content) if kind.endswith("gz") else content)
+        # Two frames, as tools leave that compress in parallel or append.
+        half = len(content) // 2
+        source.write_bytes(compressed(content[:half], kind) + compressed(content[half:], kind))
     words = ["--input", source, "--output-prefix", tmp_path / "out", *NULL]
     assert run(monkeypatch, *words) == 0
     assert documents(tmp_path / "out_text_document") == [[1, 2, 3], [4, 5], [6]]
@@ -131,7 +149,7 @@ def test_documents_of_a_text_file(
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
-        (b'{"text": "1"', "not valid JSON"),
+        (b'{"text": "1"', "not valid JSON: Expecting ',' delimiter (column 13)"),
         (b"[1, 2]", "not a JSON object but a list"),
         (b'{"txt": "1"}', "no key 'text'; it has txt"),
         (b'{"text": 7}', "key 'text' holds int, not text"),
@@ -170,10 +188,16 @@ def test_bad_line_is_named_and_stops_or_is_skipped(
         (["--input", "x.csv"], "--input: unknown kind of file 'x.csv'"),
         (["--input", "empty.txt"], "no document with text"),
         (["--input", "cut.jsonl.gz"], "--input: cannot read 'cut.jsonl.gz'"),
+        (["--input", "cut.jsonl.zst"], "--input: cannot read 'cut.jsonl.zst': Truncated"),
+        (["--input", "torn.jsonl.gz"], "--input: cannot read 'torn.jsonl.gz'"),
+        (["--input", "torn.jsonl.zst"], "--input: cannot read 'torn.jsonl.zst'"),
         (["--input", "cut.parquet"], "--input: 'cut.parquet' is no readable file"),
         (["--input", "ok.txt", "--workers", "0"], "--workers: got 0"),
         (["--input", "ok.txt", "--txt-document", "page"], "--txt-document: got 'page'"),
         (["--input", "ok.txt", "--json-keys", "a", "b"], "--json-keys"),
+        (["--input", "ok.txt", "--json-keys", "a", "a"], "--json-keys: 'a' is given 2 times"),
+        (["--input", "ok.txt", "./ok.txt"], "--input: 'ok.txt' is given 2 times; give each once"),
+        (["--input", "ok.txt", "--json-keys", "a/b"], "cannot write 'out_a/b_document.bin.part'"),
         (["--input", "ok.txt", "--output-prefix", "ok.txt/out"], "--output-prefix: cannot make"),
     ],
 )
@@ -185,11 +209,18 @@ def test_mistakes_end_in_one_line_and_leave_nothing(
     message: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    rows = b"".join(b'{"text": "%d"}\n' % (i * i % 97) for i in range(2000))
+    packed = {kind: compressed(rows, f".{kind}") for kind in ("gz", "zst")}
+    # Behind the headers, where neither format allows it.
+    torn = {kind: data[:10] + b"\xff" * 40 + data[10:] for kind, data in packed.items()}
     for name, content in {
         "ok.txt": b"1\n",
         "x.csv": b"a,b\n",
         "empty.txt": b"\n\n",
-        "cut.jsonl.gz": gzip.compress(b'{"text": "1"}\n' * 100)[:-12],
+        "cut.jsonl.gz": packed["gz"][:-12],
+        "cut.jsonl.zst": packed["zst"][:-12],
+        "torn.jsonl.gz": torn["gz"],
+        "torn.jsonl.zst": torn["zst"],
         "cut.parquet": b"PAR1",
     }.items():
         Path(name).write_bytes(content)
@@ -199,6 +230,116 @@ def test_mistakes_end_in_one_line_and_leave_nothing(
     assert len(told) == 1
     assert message in told[0]
     assert sorted(tmp_path.iterdir()) == before
+
+
+ARRAY, SPREAD = "holds one JSON array", "holds JSON objects of several lines"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "found", "command"),
+    [
+        ("a.json", '[\n{"text": "1"},\n{"text": "2"}\n]\n', ARRAY, "jq -c '.[]' a.json"),
+        ("a.json", '[{"text": "1"},\n {"text": "2"}]', ARRAY, "jq -c '.[]' a.json"),
+        ("a.jsonl", '\n[{"text": "1"}, {"text": "2"}]\n', ARRAY, "jq -c '.[]' a.jsonl"),
+        ("a.json", '[{"text": "' + "1 " * 700_000 + '"}]', ARRAY, "jq -c '.[]' a.json"),
+        ("a b.json.gz", "[\n]", ARRAY, "gzip -dc 'a b.json.gz' | jq -c '.[]'"),
+        ("a.jsonl.zst", "[\n]", ARRAY, "zstd -dc a.jsonl.zst | jq -c '.[]'"),
+        ("a.json", '{\n  "text": "1"\n}\n', SPREAD, "jq -c . a.json"),
+        ("a.json", '{"data": [\n{"text": "1"}\n]}', SPREAD, "jq -c . a.json"),
+        ("a.json", '{"id": 1,\n "text": "1"}', SPREAD, "jq -c . a.json"),
+    ],
+)
+def test_other_json_is_named_with_the_way_to_convert_it(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    content: str,
+    found: str,
+    command: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path(name).write_bytes(compressed(content.encode(), name))
+    expected = (
+        f"error: --input: {name!r} {found}; JSON Lines, one object a line, is expected: "
+        f"{command} > lines.jsonl converts it\n"
+    )
+    words = ["--input", name, "--output-prefix", "out", *NULL, "--on-bad-line", "skip"]
+    assert run(monkeypatch, *words) == 2
+    assert capsys.readouterr().err == expected
+    monkeypatch.setattr(sys, "argv", ["train_tokenizer.py", "--input", name, "--output", "t"])
+    with pytest.raises(SystemExit) as stop:
+        train_tokenizer.main()
+    assert stop.value.code == 2
+    assert capsys.readouterr().err == expected
+    assert os.listdir() == [name]
+
+
+def test_a_full_disk_ends_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "in.txt").write_text("1 2 3\n" * 100_000)
+    words = ["--input", tmp_path / "in.txt", "--output-prefix", tmp_path / "out", *NULL]
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    try:
+        assert run(monkeypatch, *words) == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, ignored)
+    told = [t for t in capsys.readouterr().err.splitlines() if t.startswith("error: ")]
+    assert len(told) == 1
+    assert f"cannot write '{tmp_path}/out_text_document.bin.part': " in told[0]
+    assert "File too large" in told[0]
+    assert os.listdir(tmp_path) == ["in.txt"]
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        "[1, 2]",
+        '{"text": "1",',
+        '{"text": "1"',
+        '{"text": "' + "x, " * 500_000,
+    ],
+)
+def test_a_wrong_first_line_is_a_bad_row_and_no_other_format(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: str
+) -> None:
+    (tmp_path / "in.jsonl").write_text(f'{first}\n{{"text": "2"}}\n')
+    words = ["--input", tmp_path / "in.jsonl", "--output-prefix", tmp_path / "out", *NULL]
+    assert run(monkeypatch, *words) == 2
+    assert run(monkeypatch, *words, "--on-bad-line", "skip") == 0
+    assert documents(tmp_path / "out_text_document") == [[2]]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--input", "a.txt", "--json-keys", "k", "k"], "--json-keys: 'k' is given 2 times"),
+        (["--input", "a.txt", "a.txt", "a.txt"], "--input: 'a.txt' is given 3 times"),
+        (["--input", "a.txt", "--json-keys", "a", "b"], "--json-keys: a .txt input has one text"),
+        (["--input", "a.txt", "nowhere.txt"], "--input: no such file: 'nowhere.txt'"),
+    ],
+)
+def test_the_tokenizer_is_not_trained_on_mistaken_flags(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: list[str],
+    message: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a.txt").write_text("one\ntwo\n")
+    monkeypatch.setattr(sys, "argv", ["train_tokenizer.py", *words, "--output", "t"])
+    with pytest.raises(SystemExit) as stop:
+        train_tokenizer.main()
+    assert stop.value.code == 2
+    told = capsys.readouterr().err
+    assert told.startswith(f"error: {message}")
+    assert told.count("\n") == 1
+    assert os.listdir() == ["a.txt"]
 
 
 def test_no_end_of_document_token(

@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing import get_context, parent_process
 from typing import Any
@@ -31,8 +31,8 @@ from megatron_edit.data.corpus import (
     LINE_SUFFIXES,
     BadRowError,
     Batch,
+    check_inputs,
     check_txt_document,
-    input_kind,
     read_batches,
 )
 from megatron_edit.data.tokenizer import (
@@ -177,34 +177,56 @@ class Writer:
         from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
         self.prefix = prefix
-        self._builder = IndexedDatasetBuilder(self._part("bin"), dtype=dtype)
+        with self._writing():
+            self._builder = IndexedDatasetBuilder(self._part("bin"), dtype=dtype)
         self.documents = 0
         self.tokens = 0
 
     def _part(self, suffix: str) -> str:
         return f"{self.prefix}.{suffix}.part"
 
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise ConfigurationError(
+                f"--output-prefix: cannot write {self._part('bin')!r}: {error.strerror}"
+            ) from None
+
     def add(self, ids: np.ndarray, lengths: list[int]) -> None:
-        """Appends documents that stand one after another in ``ids``."""
+        """Appends documents that stand one after another in ``ids``.
+
+        Raises:
+            ConfigurationError: The disk is full, or another reason not to write.
+        """
         start = 0
-        for length in lengths:
-            self._builder.add_document(ids[start : start + length], [length])
-            start += length
+        with self._writing():
+            for length in lengths:
+                self._builder.add_document(ids[start : start + length], [length])
+                start += length
         self.documents += len(lengths)
         self.tokens += start
 
     def finish(self) -> None:
-        """Writes the index and gives both files their final names."""
-        self._builder.finalize(self._part("idx"))
-        # The old index goes first: it must never stand beside a .bin that it does not describe.
-        with suppress(FileNotFoundError):
-            os.remove(f"{self.prefix}.idx")
-        os.replace(self._part("bin"), f"{self.prefix}.bin")
-        os.replace(self._part("idx"), f"{self.prefix}.idx")
+        """Writes the index and gives both files their final names.
+
+        Raises:
+            ConfigurationError: The disk is full, or another reason not to write.
+        """
+        with self._writing():
+            self._builder.finalize(self._part("idx"))
+            # The old index goes first: it must never stand beside a .bin that it does not describe.
+            with suppress(FileNotFoundError):
+                os.remove(f"{self.prefix}.idx")
+            os.replace(self._part("bin"), f"{self.prefix}.bin")
+            os.replace(self._part("idx"), f"{self.prefix}.idx")
 
     def discard(self) -> None:
         """Removes what was written aside."""
-        self._builder.data_file.close()
+        # Closing writes what is still buffered, which fails once more on a full disk.
+        with suppress(OSError):
+            self._builder.data_file.close()
         for suffix in ("bin", "idx"):
             with suppress(FileNotFoundError):
                 os.remove(self._part(suffix))
@@ -223,7 +245,7 @@ def parse_arguments() -> argparse.Namespace:
     """Reads the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
-    kinds = ".txt, .jsonl, .json (each also .gz), .parquet, or a data set of the hub"
+    kinds = ".txt, .jsonl, .json (each also .gz, .zst), .parquet, or a data set of the hub"
     add("--input", nargs="+", required=True, help=kinds)
     add("--json-keys", nargs="+", default=["text"], help="keys or columns that hold text")
     add("--output-prefix", required=True, help="writes <prefix>_<key>_document.{bin,idx}")
@@ -244,14 +266,13 @@ def check_arguments(args: argparse.Namespace) -> None:
     """Checks what can be known before the tokenizer is loaded.
 
     Raises:
-        ConfigurationError: A value is out of range, or an input or the output folder missing.
+        ConfigurationError: A value is out of range or given twice, an input unusable, or the
+            output folder missing.
     """
     check_txt_document(args.txt_document)
     if args.workers < 1:
         raise ConfigurationError(f"--workers: got {args.workers}, at least 1 is needed")
-    kinds = [input_kind(name) for name in args.input]
-    if "text" in kinds and len(args.json_keys) > 1:
-        raise ConfigurationError("--json-keys: a .txt input has one text, so give one key")
+    check_inputs(args.input, args.json_keys)
     folder = os.path.dirname(args.output_prefix) or "."
     try:
         os.makedirs(folder, exist_ok=True)
@@ -314,8 +335,10 @@ def preprocess(args: argparse.Namespace) -> None:
     dtype = DType.optimal_dtype(tokenizer.vocab_size)
     keys = args.json_keys
     start = time.perf_counter()
-    writers = [Writer(f"{args.output_prefix}_{key}_document", dtype) for key in keys]
+    writers: list[Writer] = []
     try:
+        for key in keys:
+            writers.append(Writer(f"{args.output_prefix}_{key}_document", dtype))
         batches = read_batches(
             args.input, keys, args.txt_document, args.dataset_config, args.dataset_split
         )

@@ -7,15 +7,16 @@ as they stand in the source together with what is needed to name each of them to
 
 from __future__ import annotations
 
-import gzip
 import json
 import os
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
+from megatron_edit.data.files import check_json_lines, lines, without_compression
 from megatron_edit.errors import ConfigurationError
 
 LINE_SUFFIXES = {".txt": "text", ".text": "text", ".jsonl": "json", ".json": "json"}
@@ -80,8 +81,8 @@ def read_batches(
     """Yields the rows of all inputs in order.
 
     Args:
-        inputs: Files (``.txt``, ``.jsonl``/``.json`` with one object a line, each also ``.gz``,
-            ``.parquet``) or names of data sets on the hub.
+        inputs: Files (``.txt``, ``.jsonl``/``.json`` with one object a line, each also ``.gz``
+            and ``.zst``, ``.parquet``) or names of data sets on the hub.
         keys: Keys or columns that hold text.
         txt_document: What one document of a text file is: ``line``, ``paragraph`` (blank lines
             separate), ``file``, or a number of consecutive lines.
@@ -96,9 +97,35 @@ def read_batches(
         if kind == "text":
             yield from _text_batches(name, txt_document)
         elif kind == "json":
-            yield from _pack(name, "json", "line", 1, _lines(name))
+            yield from _pack(name, "json", "line", 1, lines(name))
         else:
             yield from _columns(name, kind, keys, dataset_config, dataset_split)
+
+
+def check_inputs(inputs: Sequence[str], keys: Sequence[str]) -> None:
+    """Checks the flags ``--input`` and ``--json-keys`` before anything is read.
+
+    Raises:
+        ConfigurationError: One is given twice, an input is of no kind that can be read, or there
+            are several keys for a text file.
+    """
+    _check_each_once("--json-keys", keys, keys)
+    _check_each_once("--input", inputs, list(map(os.path.realpath, inputs)))
+    for name in inputs:
+        kind = input_kind(name)
+        if kind == "text" and len(keys) > 1:
+            raise ConfigurationError("--json-keys: a .txt input has one text, so give one key")
+        if kind == "json":
+            check_json_lines(name)
+
+
+def _check_each_once(flag: str, given: Sequence[str], identities: Sequence[str]) -> None:
+    counts = Counter(identities)
+    for word, identity in zip(given, identities, strict=True):
+        if counts[identity] > 1:
+            raise ConfigurationError(
+                f"{flag}: {word!r} is given {counts[identity]} times; give each once"
+            )
 
 
 def input_kind(name: str) -> str:
@@ -107,7 +134,7 @@ def input_kind(name: str) -> str:
     Raises:
         ConfigurationError: It is neither a readable file of a known kind nor a data set name.
     """
-    suffix = os.path.splitext(name.removesuffix(".gz"))[1].lower()
+    suffix = os.path.splitext(without_compression(name))[1].lower()
     if os.path.isfile(name):
         if suffix in LINE_SUFFIXES:
             return LINE_SUFFIXES[suffix]
@@ -115,7 +142,7 @@ def input_kind(name: str) -> str:
             return "parquet"
         raise ConfigurationError(
             f"--input: unknown kind of file {name!r}; allowed are .txt, .jsonl and .json "
-            "(each also with .gz) and .parquet"
+            "(each also with .gz or .zst) and .parquet"
         )
     looks_like_file = suffix in LINE_SUFFIXES or suffix == ".parquet" or os.path.exists(name)
     if looks_like_file or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
@@ -137,29 +164,19 @@ def check_txt_document(value: str) -> str:
     )
 
 
-def _lines(path: str) -> Iterator[bytes]:
-    # Lines are split in bytes: decoding first would lose the number of a line that is not UTF-8.
-    opener: Any = gzip.open if path.endswith(".gz") else open
-    try:
-        with opener(path, "rb") as stream:
-            yield from stream
-    except (OSError, EOFError) as error:
-        raise ConfigurationError(f"--input: cannot read {path!r}: {error}") from None
-
-
 def _text_batches(path: str, txt_document: str) -> Iterator[Batch]:
     if txt_document == "file":
-        yield Batch(path, "text", "file", 1, 1, [b"".join(_lines(path))])
+        yield Batch(path, "text", "file", 1, 1, [b"".join(lines(path))])
     elif txt_document == "paragraph":
-        yield from _pack(path, "text", "paragraph", 1, _paragraphs(_lines(path)))
+        yield from _pack(path, "text", "paragraph", 1, _paragraphs(lines(path)))
     else:
         size = 1 if txt_document == "line" else int(txt_document)
-        yield from _pack(path, "text", "line", size, _blocks(_lines(path), size))
+        yield from _pack(path, "text", "line", size, _blocks(lines(path), size))
 
 
-def _paragraphs(lines: Iterable[bytes]) -> Iterator[bytes]:
+def _paragraphs(rows: Iterable[bytes]) -> Iterator[bytes]:
     paragraph: list[bytes] = []
-    for line in lines:
+    for line in rows:
         if line.strip():
             paragraph.append(line)
         elif paragraph:
@@ -169,8 +186,8 @@ def _paragraphs(lines: Iterable[bytes]) -> Iterator[bytes]:
         yield b"".join(paragraph)
 
 
-def _blocks(lines: Iterable[bytes], size: int) -> Iterator[bytes]:
-    iterator = iter(lines)
+def _blocks(rows: Iterable[bytes], size: int) -> Iterator[bytes]:
+    iterator = iter(rows)
     while block := list(islice(iterator, size)):
         yield b"".join(block)
 
@@ -224,7 +241,10 @@ def _parse_json(text: str, keys: Sequence[str]) -> list[str]:
     if not text.strip():
         return [""] * len(keys)
     try:
-        row = json.loads(text)
+        # Without its line break, behind which an error would count as the next line.
+        row = json.loads(text.rstrip("\r\n"))
+    except json.JSONDecodeError as error:
+        raise BadRowError(f"not valid JSON: {error.msg} (column {error.colno})") from None
     except (ValueError, RecursionError) as error:
         # Besides syntax errors: a number of thousands of digits, thousands of nested brackets.
         raise BadRowError(f"not valid JSON: {error}") from None
