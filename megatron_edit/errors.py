@@ -1,10 +1,10 @@
 """The error of a user's mistake: one line, printed once, exit code 2."""
 
-import difflib
 import os
+import re
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 EXIT_BAD_CONFIGURATION = 2
@@ -30,9 +30,60 @@ class ConfigurationError(ValueError):
 
 
 def did_you_mean(given: object, known: Iterable[str]) -> str:
-    """Returns `"; did you mean 'x'?"` for the closest known name, or an empty string."""
-    close = difflib.get_close_matches(str(given), list(known), n=1, cutoff=0.6)
-    return f"; did you mean {close[0]!r}?" if close else ""
+    """Returns `"; did you mean 'x'?"` for the known name that was misspelt, or an empty string.
+
+    Only slips of the pen count: a name in which a word is another, or one more, means another
+    thing, however alike the letters are.
+    """
+    slips = {name: _slips(str(given), name) for name in known}
+    near = {name: count for name, count in slips.items() if count is not None}
+    return f"; did you mean {min(near, key=lambda name: near[name])!r}?" if near else ""
+
+
+def _slips(given: str, known: str) -> int | None:
+    """Returns how many slips of the pen lie between two names; None if they differ by more.
+
+    A slip is a letter left out, added, changed or swapped with the next. A word may have one for
+    each four letters, but none in its digits or at its start. Case and separators do not count.
+    """
+    ours, theirs = _words(given), _words(known)
+    if "".join(ours) == "".join(theirs):
+        return 0
+    if len(ours) != len(theirs):
+        return None
+    total = 0
+    for word, right in zip(ours, theirs, strict=True):
+        most = len(right) // 4
+        same = word[:1] == right[:1] and _digits(word) == _digits(right)
+        if not same or abs(len(word) - len(right)) > most:
+            return None
+        slips = _distance(word, right)
+        if slips > most:
+            return None
+        total += slips
+    return total
+
+
+def _words(name: str) -> list[str]:
+    return re.findall(r"[^\W_]+", name.lower())
+
+
+def _digits(word: str) -> str:
+    return "".join(filter(str.isdigit, word))
+
+
+def _distance(a: str, b: str) -> int:
+    """Returns the fewest letters to leave out, add, change or swap that make one word another."""
+    before: list[int] = []
+    row = list(range(len(b) + 1))
+    for i, letter in enumerate(a):
+        two_before, before, row = before, row, [i + 1]
+        for j, other in enumerate(b):
+            cost = min(before[j] + (letter != other), before[j + 1] + 1, row[j] + 1)
+            if i and j and letter == b[j - 1] and a[i - 1] == other:
+                cost = min(cost, two_before[j - 1] + 1)
+            row.append(cost)
+    return row[-1]
 
 
 def unknown_name(what: str, given: object, known: Iterable[str]) -> ConfigurationError:
@@ -46,6 +97,11 @@ def unknown_name(what: str, given: object, known: Iterable[str]) -> Configuratio
     names = list(known)
     hint = did_you_mean(given, names) or f"; allowed: {', '.join(names)}"
     return ConfigurationError(f"{what}: unknown name {given!r}{hint}")
+
+
+def together(mistakes: Sequence[str]) -> str:
+    """Returns several mistakes as one line."""
+    return " | ".join(mistakes)
 
 
 @contextmanager

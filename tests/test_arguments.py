@@ -9,6 +9,7 @@ from command_lines import command_line, parse, refusal
 
 from megatron_edit.config import checks
 from megatron_edit.config.arguments import as_dict, describe, parse_args
+from megatron_edit.config.ds_keys import DECAY_STYLES
 from megatron_edit.config.flags import ATORCH_ALIASES, FLAG_NAMES
 from megatron_edit.config.parser import known_flags
 
@@ -49,6 +50,11 @@ DISAGREEING: list[tuple[dict[str, object], str, list[str]]] = [
             "replicas 2 = 16",
             "a global batch size of 16 works, or gradient_accumulation_steps 4",
         ],
+    ),
+    (
+        {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}}},
+        "--lr-decay-style cosine",
+        ["--lr-decay-style cosine and scheduler.type WarmupLR = constant"],
     ),
     ({"edit": {"sync_intervl": 4}}, "", ["edit.sync_intervl", "did you mean 'sync_interval'?"]),
     ({"edit": {"clip": 0}}, "", ["edit.clip: got 0; allowed"]),
@@ -112,6 +118,40 @@ def test_json_alone_sets_values_and_is_named_as_source(tmp_path: Path) -> None:
     assert (args.global_batch_size, args.sources["global_batch_size"]) == (8, "flag")
     assert args.sources["edit.sync_interval"] == "json"
     assert args.sources["edit.clip"] == "method edit"
+
+
+def test_auto_leaves_the_value_to_the_flags(tmp_path: Path) -> None:
+    config = {
+        "gradient_clipping": "auto",
+        "bf16": {"enabled": "auto"},
+        "fp16": {"enabled": "auto"},
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto"}},
+        "edit": {"replicas": 2},
+    }
+    args = parse_args(_with_json(tmp_path, config, "--bf16 --clip-grad 0.3"), world_size=4)
+    assert (args.bf16, args.clip_grad, args.lr) == (True, 0.3, 3e-3)
+    args = parse_args(_with_json(tmp_path, config), world_size=4)
+    assert (args.bf16, args.clip_grad) == (False, 1.0)
+    assert args.sources["bf16"] == args.sources["clip_grad"] == "default"
+
+
+@pytest.mark.parametrize(("schedule", "style"), DECAY_STYLES.items())
+def test_a_schedule_without_numbers_is_a_decay_style(
+    schedule: str, style: str, tmp_path: Path
+) -> None:
+    scheduler = {"type": schedule, "params": {"warmup_num_steps": "auto"}}
+    config = {"scheduler": scheduler, "edit": {"replicas": 2}}
+    args = parse_args(_with_json(tmp_path, config), world_size=4)
+    assert (args.lr_decay_style, args.sources["lr_decay_style"]) == (style, "json")
+
+
+def test_keys_without_effect_are_told_once_at_the_start(tmp_path: Path) -> None:
+    config = {"zero_optimization": {"overlap_comm": True}, "edit": {"replicas": 2}}
+    args = parse_args(_with_json(tmp_path, config), world_size=4)
+    lines = describe(args).splitlines()
+    assert lines[0].startswith("without effect here: zero_optimization.overlap_comm (")
+    assert lines[1].startswith("effective configuration")
+    assert [line for line in lines[1:] if "without effect" in line] == []
 
 
 def test_flags_beat_the_json_where_that_is_harmless(tmp_path: Path) -> None:

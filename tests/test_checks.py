@@ -8,7 +8,6 @@ from command_lines import MOCK, SYNC, command_line, parse, refusal
 
 from megatron_edit.config import checks
 from megatron_edit.config.arguments import parse_args
-from megatron_edit.config.flags import REFUSED_FLAGS
 
 # (flags added to a valid sync run on 4 ranks, flags left out, parts of the message)
 BAD_ARGUMENTS = [
@@ -161,11 +160,6 @@ def test_bad_arguments_end_in_one_line(
     line = refusal([*command_line(extra, without), *MOCK, *method], capsys)
     for part in parts:
         assert part in line
-
-
-@pytest.mark.parametrize("flag", REFUSED_FLAGS)
-def test_refused_flag_says_why(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert REFUSED_FLAGS[flag] in refusal(command_line(f"--mock-data {flag}"), capsys)
 
 
 def test_gpu_only_choices_are_refused_without_a_gpu(

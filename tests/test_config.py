@@ -52,7 +52,7 @@ BAD_VALUES = [
     ({"sync_seconds": 0}, "edit.sync_seconds: got 0; allowed: a number > 0"),
     ({"sync_seconds": -5}, "edit.sync_seconds: got -5; allowed: a number > 0"),
     ({"delay_steps": -1}, "edit.delay_steps: got -1; allowed: an integer >= 0"),
-    ({"compression": "int9"}, "allowed: one of none, bf16, int8; did you mean 'int8'?"),
+    ({"compression": "imt8"}, "allowed: one of none, bf16, int8; did you mean 'int8'?"),
     (
         {"sync_interval": 8, "delay_steps": 8},
         "edit.delay_steps: got 8; allowed: less than edit.sync_interval 8",

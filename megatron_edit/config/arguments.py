@@ -13,7 +13,8 @@ import torch
 
 from megatron_edit.config import checks
 from megatron_edit.config.batch_size import Batch, complete_batch
-from megatron_edit.config.ds_config import AUTO, ZERO_STAGES, load_ds_config
+from megatron_edit.config.ds_config import ZERO_STAGES, load_ds_config
+from megatron_edit.config.ds_keys import AUTO, DECAY_STYLES, without_effect
 from megatron_edit.config.edit_config import show
 from megatron_edit.config.flags import FLAG_NAMES, default_values
 from megatron_edit.config.methods import resolve
@@ -43,14 +44,13 @@ def parse_args(
     Raises:
         ConfigurationError: A user's mistake.
     """
-    given, edit_flags = parse_flags(argv)
+    given, edit_flags, unknown_flags = parse_flags(argv)
     args = argparse.Namespace(**{**default_values(), **given})
     args.sources = {name: "flag" if name in given else "default" for name in default_values()}
     _set_ranks(args, world_size)
+    args.ds_config = load_ds_config(args.deepspeed_config, unknown_flags)
     if args.deepspeed and args.deepspeed_config is None:
         raise ConfigurationError("--deepspeed needs --deepspeed_config FILE")
-    path = args.deepspeed_config
-    args.ds_config = load_ds_config(path) if path is not None else {}
     _merge_json(args, args.ds_config)
     args.edit, edit_sources = resolve(None, args.ds_config.get("edit", {}), edit_flags)
     args.sources |= {f"edit.{field}": source for field, source in edit_sources.items()}
@@ -83,6 +83,7 @@ def _set_ranks(args: argparse.Namespace, world_size: int | None) -> None:
 def _merge_json(args: argparse.Namespace, config: dict[str, Any]) -> None:
     """Takes over what the JSON says about values that have a flag."""
     stage = config.get("zero_optimization", {}).get("stage")
+    schedule = (config.get("scheduler") or {}).get("type", "")
     switches = {
         "bf16.enabled": ("bf16", config.get("bf16", {}).get("enabled")),
         "gradient_clipping": ("clip_grad", config.get("gradient_clipping")),
@@ -90,6 +91,7 @@ def _merge_json(args: argparse.Namespace, config: dict[str, Any]) -> None:
             "data_parallel_sharding_strategy",
             ZERO_STAGES.get(stage),
         ),
+        f"scheduler.type {schedule} =": ("lr_decay_style", DECAY_STYLES.get(schedule)),
         "train_batch_size": ("global_batch_size", config.get("train_batch_size")),
         "train_micro_batch_size_per_gpu": (
             "micro_batch_size",
@@ -250,12 +252,16 @@ def _set_platform(args: argparse.Namespace) -> None:
 
 
 def describe(args: argparse.Namespace) -> str:
-    """Returns the effective configuration as a table: name, value, source."""
+    """Returns the effective configuration as a table: name, value, source.
+
+    Before it stands a line on the keys of the JSON that do nothing, if there are any.
+    """
     rows = [(name, _as_text(value), args.sources[name]) for name, value in _values(args).items()]
     name_width = max(len(name) for name, _, _ in rows)
     value_width = max(len(value) for _, value, _ in rows)
     lines = [f"  {name:<{name_width}}  {value:<{value_width}}  {src}" for name, value, src in rows]
-    return "\n".join([f"effective configuration ({layout(args)})", *lines])
+    table = [f"effective configuration ({layout(args)})", *lines]
+    return "\n".join(filter(None, [without_effect(args.ds_config), *table]))
 
 
 def _as_text(value: object) -> str:

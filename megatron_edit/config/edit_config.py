@@ -5,13 +5,13 @@ its range check and its error message follow from them.
 """
 
 import types
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
 
-from megatron_edit.errors import ConfigurationError, did_you_mean, unknown_name
+from megatron_edit.errors import ConfigurationError, did_you_mean, together
 
 FractionBelowOne = Annotated[float, Field(ge=0, lt=1)]
 PositiveFloat = Annotated[float, Field(gt=0)]
@@ -215,11 +215,37 @@ def check_keys(section: Mapping[str, object], model: type[BaseModel], where: str
     """Refuses keys that a section's model does not know.
 
     Raises:
-        ConfigurationError: Names the key and the closest known one.
+        ConfigurationError: Names the keys, and of the misspelt ones the right spelling.
     """
-    for key in section:
-        if key not in model.model_fields:
-            raise unknown_name(f"{where}.{key}", key, model.model_fields)
+    if mistakes := unknown_keys(section, where, list(model.model_fields)):
+        raise ConfigurationError(together(mistakes))
+
+
+def unknown_keys(
+    section: Mapping[str, object],
+    where: str,
+    allowed: Sequence[str],
+    others: Sequence[str] = (),
+) -> list[str]:
+    """Returns what is wrong with the keys of a section: a text a misspelt one, one for the rest.
+
+    Args:
+        section: Keys and values as given.
+        where: The section's name; empty for the top level.
+        allowed: Keys to list for one that is not misspelt.
+        others: Keys that are known, too.
+    """
+    known = [*allowed, *others]
+    hints = {key: did_you_mean(key, known) for key in section if key not in known}
+    mistakes = [
+        f"{f'{where}.{key}' if where else 'top-level key'}: unknown name {key!r}{hint}"
+        for key, hint in hints.items()
+        if hint
+    ]
+    if strange := [repr(key) for key, hint in hints.items() if not hint]:
+        names = f"unknown name{'s' * (len(strange) > 1)} {', '.join(strange)}"
+        mistakes.append(f"{where or 'top-level key'}: {names}; allowed: {', '.join(allowed)}")
+    return mistakes
 
 
 def validation_message(error: ValidationError, model: type[BaseModel], name: str) -> str:

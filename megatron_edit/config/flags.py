@@ -1,4 +1,4 @@
-"""The command-line flags as tables: Megatron's and DeepSpeed's, ATorch's names, refused ones.
+"""The command-line flags as tables: Megatron's and DeepSpeed's, ATorch's names of the same.
 
 Names, meanings and defaults are Megatron's where Megatron has the flag. The `--edit-*` flags are
 not here: they are generated from `config.EditConfig`.
@@ -248,21 +248,6 @@ FLAGS: dict[str, list[Flag]] = {
         Flag("--local_rank", "Set by launchers; LOCAL_RANK is used.", None, integer(-1)),
     ],
 }
-
-REFUSED_FLAGS = {
-    "--fp16": "fp16 is not supported: the shards are fp32, there is no loss scaling; use --bf16",
-    "--fp8": "fp8 is not supported; use --bf16",
-    "--fp8-format": "fp8 is not supported; use --bf16",
-    "--use-distributed-optimizer": "the optimizer is always sharded; leave the flag out",
-    "--use-torch-fsdp2": "use --data-parallel-sharding-strategy",
-    "--use-megatron-fsdp": "use --data-parallel-sharding-strategy",
-    "--expert-model-parallel-size": "experts are not supported",
-    "--on-device-local-sgd": "state stays on the device unless --edit-offload-outer-state is given",
-    "--local-sgd-weight-softmax-temperature": "use --edit-weight-temperature",
-    "--local-sgd-pseudo-grad-reducer": "use --edit-weighting",
-    "--local-sgd-pseudo-grad-normalize": "use --edit-weighting",
-}
-"""Flags a Megatron or ATorch user may try -> why they are refused and what to use."""
 
 
 @dataclass(frozen=True)

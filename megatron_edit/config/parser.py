@@ -1,6 +1,7 @@
 """Builds the argument parser from the flag tables and `EditConfig`, and reads a command line."""
 
 import argparse
+import re
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -16,10 +17,10 @@ from megatron_edit.config.flags import (
     ATORCH_ALIASES,
     FLAG_NAMES,
     FLAGS,
-    REFUSED_FLAGS,
     Flag,
     one_of,
 )
+from megatron_edit.config.refused_flags import why_refused
 from megatron_edit.errors import ConfigurationError, did_you_mean
 
 OUTER_OPTIMIZER = "--outer-optimizer"
@@ -115,27 +116,28 @@ def _add_aliases(group: argparse._ArgumentGroup) -> None:
     group.add_argument(OUTER_OPTIMIZER, type=one_of("sgd"), help="Only sgd.", metavar="sgd")
 
 
-def parse_flags(argv: Sequence[str] | None) -> tuple[dict[str, Any], dict[str, object]]:
+def parse_flags(
+    argv: Sequence[str] | None,
+) -> tuple[dict[str, Any], dict[str, object], list[str]]:
     """Parses a command line.
 
     Args:
         argv: The arguments; None takes them from `sys.argv`.
 
     Returns:
-        The values given, by their name in the namespace, and those of `EditConfig` by field.
+        The values given, by their name in the namespace, those of `EditConfig` by field, and what
+        is to be said of each flag that is none.
 
     Raises:
-        ConfigurationError: An unknown flag or a value that its flag does not allow.
+        ConfigurationError: A value that its flag does not allow.
     """
     parser = build_parser()
     known = argparse.Namespace(edit_flags={})
     known, unknown = parser.parse_known_args(argv, known)
-    if unknown:
-        raise _unknown_argument(unknown)
     given = vars(known)
     edit_values = {name: value for name, (_, value) in given.pop("edit_flags").items()}
     given.pop("outer_optimizer", None)
-    return given, edit_values
+    return given, edit_values, unknown_arguments(unknown)
 
 
 def known_flags() -> list[str]:
@@ -144,11 +146,23 @@ def known_flags() -> list[str]:
     return [*FLAG_NAMES.values(), *edit_flags, *ATORCH_ALIASES, OUTER_OPTIMIZER]
 
 
-def _unknown_argument(unknown: Sequence[str]) -> ConfigurationError:
-    first = next((word for word in unknown if word.startswith("-")), unknown[0]).split("=")[0]
-    if first in REFUSED_FLAGS:
-        return ConfigurationError(f"{first}: {REFUSED_FLAGS[first]}")
-    if not first.startswith("-"):
-        return ConfigurationError(f"unexpected argument {first!r}; no flag takes it")
-    hint = did_you_mean(first, known_flags()) or "; --help lists the known ones"
-    return ConfigurationError(f"unknown flag {first}{hint}")
+def unknown_arguments(words: Sequence[str]) -> list[str]:
+    """Returns what is to be said of the words of a command line that no flag took.
+
+    Words that are no flags are only spoken of where no unknown flag may have brought them.
+    """
+    flags = dict.fromkeys(word.split("=")[0] for word in words if _looks_like_flag(word))
+    if not flags:
+        return [f"unexpected argument {word!r}; no flag takes it" for word in words]
+    return [_unknown_flag(flag) for flag in flags]
+
+
+def _looks_like_flag(word: str) -> bool:
+    return re.match(r"--?[a-zA-Z]", word) is not None
+
+
+def _unknown_flag(flag: str) -> str:
+    hint = did_you_mean(flag, known_flags())
+    if not hint and (why := why_refused(flag)):
+        return f"{flag}: {why}"
+    return f"unknown flag {flag}{hint or '; --help lists the known ones'}"
