@@ -82,6 +82,8 @@ def pretrain(args: Namespace) -> int:
             stop = finish(args, trainer, monitor, saver)
         else:
             monitor.stopped(trainer.iteration, stop)
+            if stop.rolls_back:
+                trainer.roll_back()
             if stop.save:
                 save(args, trainer, monitor, saver)
     return 1 if stop is not None and stop.failed else 0
@@ -144,7 +146,7 @@ def train(
         if trainer.passed(args.log_interval):
             figures = trainer.interval()
             monitor.interval(figures)
-            if (stop := nan_limit(figures, args.max_nan_iterations)) is not None:
+            if (stop := nan_limit(figures.nan_rows, args)) is not None:
                 return stop
         if args.eval_iters and trainer.passed(args.eval_interval):
             monitor.validation(step, trainer.evaluate(trainer.valid_data))

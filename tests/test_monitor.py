@@ -22,6 +22,7 @@ from megatron_edit.errors import ConfigurationError
 from megatron_edit.platform import ds_compat
 from megatron_edit.run.interval import Interval
 from megatron_edit.run.monitor import Monitor, chart_layout
+from megatron_edit.run.nan_rows import NanRow
 from megatron_edit.run.stop import Stop
 
 UNITS = ["embedding", "layers.0", "layers.1", "head"]
@@ -179,7 +180,7 @@ INTERVAL = Interval(
     grad_norm=0.8125,
     skipped=1,
     nan_iterations=2,
-    most_nans_in_row=[1, 1],
+    nan_rows=[NanRow(1, 0, 0)] * 2,
     sync_round=3,
     exposed_ms=0.25,
     tflops=1.5,

@@ -19,6 +19,7 @@ from distributed import run_ranks
 from pretraining import Prepare, Run, command_line, newest, pretrain
 
 import pretrain_edit
+from megatron_edit.run.failure import RankFailedError
 from megatron_edit.run.interval import Totals
 from megatron_edit.run.stop import StopConditions
 from megatron_edit.run.trainer import Trainer
@@ -175,39 +176,36 @@ def _replica_1_spoilt(lines: list[str]) -> list[Run]:
     return _pretrain_all(lines, lambda trainer: _spoil(trainer, {4}, {1}))
 
 
-def test_a_replica_with_nans_counts_and_stops_or_recovers(tmp_path: Path) -> None:
-    save = f"--save {tmp_path} --save-interval 4"
-    lines = [f"--max-nan-iterations 3 {save}", "--max-nan-iterations 4"]
-    for rank, (stopped, recovered) in enumerate(run_ranks(_replica_1_spoilt, 2, lines)):
-        assert (stopped.code, stopped.step) == (1, 7)
-        assert (recovered.code, recovered.step) == (0, 12)
-        assert np.isfinite(recovered.losses[8:]).all()
+def test_a_replica_with_nans_is_healed_by_the_synchronisation() -> None:
+    # From step 5 on; after step 9 a synchronisation comes. The limit is long passed by then.
+    line = "--edit-replicas 3 --edit-sync-interval 6 --max-nan-iterations 2"
+    for rank, (run,) in enumerate(run_ranks(_replica_1_spoilt, 3, [line])):
+        assert (run.code, run.step) == (0, 12)
+        assert np.isfinite(run.losses[9:]).all() and np.isnan(run.losses[8][1])
         if rank == 0:
-            assert values(stopped, "nan") == [0, 0, 0, 0, 1, 1, 1]
-            assert values(recovered, "nan") == [0] * 4 + [1] * 3 + [0] * 5
-            # The updates of those steps are skipped, and the next synchronisation leaves it out.
-            assert values(recovered, "skipped") == values(recovered, "nan")
-            assert sum(values(recovered, "anomalies")) == 1
-            assert stopped.err == (
-                "error: stopped at step 7: loss or gradient of replica 1 was not finite for 3 "
-                "iterations in a row, --max-nan-iterations 3; nothing is saved\n"
-            )
-        else:
-            assert stopped.err == stopped.out == ""
-    assert newest(tmp_path) == 4
+            assert values(run, "nan") == [0] * 4 + [1] * 5 + [0] * 3
+            # The updates of those steps are skipped, and the synchronisation leaves it out.
+            assert values(run, "skipped") == values(run, "nan")
+            assert sum(values(run, "anomalies")) == 1
 
 
-def test_nans_in_the_gradient_alone_count() -> None:
-    line = "--max-nan-iterations 4 --log-interval 2 --edit-sync-interval 20"
+def test_nans_in_lockstep_stop_the_run_and_save_nothing(tmp_path: Path) -> None:
+    line = f"--max-nan-iterations 4 --log-interval 2 --edit-warmup-steps 20 --save {tmp_path}"
     run, _ = (runs[0] for runs in run_ranks(_gradient_spoilt, 2, [line]))
-    # From step 3 on; noticed by the log line after step 8.
+    # From step 3 on, in the gradients of one replica alone; noticed by the log line after step 8.
     assert (run.code, run.step) == (1, 8)
-    assert values(run, "nan") == values(run, "skipped") == [0, 1, 2, 2]
+    assert values(run, "nan") == values(run, "skipped") == [0, 2, 4, 4]
     assert np.isfinite(run.losses).all()
-    assert "loss or gradient of replica 0 was not finite for 5 iterations in a row" in run.err
+    assert run.err == (
+        "error: stopped at step 8: loss or gradient of replica 0 was not finite for 5 iterations "
+        "in a row, --max-nan-iterations 4; nothing is saved\n"
+    )
+    assert not list(tmp_path.iterdir())
 
 
 def _gradient_spoilt(lines: list[str]) -> list[Run]:
+    """The first run has bad gradients from its step 3 on, in replica 0."""
+
     def spoil(trainer: Trainer) -> None:
         def poison(gradient: torch.Tensor) -> torch.Tensor:
             bad = trainer.engine.step >= 3 and trainer.mesh.replica == 0
@@ -215,7 +213,73 @@ def _gradient_spoilt(lines: list[str]) -> list[Run]:
 
         next(iter(trainer.optimizer.named_parameters().values())).register_hook(poison)
 
-    return _pretrain_all(lines, spoil)
+    return [pretrain(command_line(lines[0]), spoil), *_pretrain_all(lines[1:])]
+
+
+def test_a_replica_that_synchronisations_do_not_help_ends_the_run(tmp_path: Path) -> None:
+    # They come after steps 6, 9 and 12. The first two find it failing, and it still is.
+    line = (
+        "--edit-replicas 3 --edit-sync-interval 3 --max-nan-iterations 3 "
+        "--edit-max-consecutive-rollbacks 2"
+    )
+    lines = [f"{line} --save {tmp_path}", f"{line} --load {tmp_path} --train-iters 14"]
+    results = run_ranks(_gradient_spoilt, 3, lines)
+    stopped, resumed = results[0]
+    assert (stopped.code, stopped.step) == (1, 10)
+    assert stopped.err == (
+        "error: stopped at step 10: loss or gradient of replica 0 was not finite for 7 iterations "
+        "in a row, --max-nan-iterations 3, and 2 synchronisations in a row did not help, "
+        "edit.max_consecutive_rollbacks 2; all go back to the anchor\n"
+    )
+    assert newest(tmp_path) == 10
+    _all_go_on_from_the_anchor(results, steps=14)
+    assert np.isfinite(resumed.losses).all()
+
+
+def _all_spoilt(lines: list[str]) -> list[Run]:
+    spoilt = pretrain(command_line(lines[0]), lambda trainer: _spoil(trainer, {6}, {0, 1}))
+    return [spoilt, *_pretrain_all(lines[1:])]
+
+
+@pytest.mark.parametrize("flags", ["", "--edit-delay-steps 2 --edit-offload-outer-state true"])
+def test_the_run_ends_when_no_replica_learns(flags: str, tmp_path: Path) -> None:
+    # The round of steps 2 to 5 has been synchronised, or with a delay is still under way.
+    line = f"--edit-warmup-steps 1 --max-nan-iterations 1 {flags}"
+    lines = [f"{line} --save {tmp_path}", f"{line} --load {tmp_path}"]
+    results = run_ranks(_all_spoilt, 2, lines)
+    stopped, resumed = results[0]
+    assert (stopped.code, stopped.step) == (1, 7), stopped.err
+    assert "of every replica was not finite for 1 iterations in a row" in stopped.err
+    assert newest(tmp_path) == 7
+    assert resumed.loaded["counters"] == "7 1 0"
+    _all_go_on_from_the_anchor(results, steps=12)
+    assert np.isfinite(resumed.losses).all()
+
+
+def _spoilt_before_the_anchor(line: str) -> str:
+    try:
+        pretrain(command_line(line), lambda trainer: _spoil(trainer, {2}, {0, 1}))
+    except RankFailedError as error:
+        return str(error)
+    return "no error"
+
+
+def test_parameters_that_are_not_finite_become_no_anchor(tmp_path: Path) -> None:
+    for message in run_ranks(_spoilt_before_the_anchor, 2, f"--save {tmp_path}"):
+        assert message.endswith(
+            "step 3, forward and backward: RuntimeError: the parameters are not finite at step 3, "
+            "where they would become the first anchor"
+        )
+    assert not list(tmp_path.iterdir())
+
+
+def _all_go_on_from_the_anchor(results: list[list[Run]], steps: int) -> None:
+    for stopped, resumed in results:
+        assert resumed.loaded == stopped.state
+        assert resumed.loaded["parameters"] == results[0][0].state["parameters"]
+        assert resumed.loaded["anchor"] == resumed.loaded["parameters"]
+        assert resumed.loaded["counters"].endswith(" 0")
+        assert (resumed.code, resumed.step) == (0, steps)
 
 
 def _both_replicas_spoilt(lines: list[str]) -> list[Run]:

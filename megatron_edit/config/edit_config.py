@@ -87,8 +87,8 @@ class EditConfig(BaseModel):
     """Largest norm of a unit's averaged pseudo gradient; larger ones are scaled down to it.
     none = off."""
     max_consecutive_rollbacks: PositiveInt = 3
-    """Synchronisations in a row in which all replicas of one unit are excluded, after which the
-    run saves a checkpoint and stops."""
+    """Synchronisations in a row in which all replicas of one unit are excluded, or which find the
+    same replica failing (max_nan_iterations), after which the run saves a checkpoint and stops."""
     outer_lr: Annotated[float, Field(gt=0, le=2)] = 0.8
     """Learning rate of the outer optimizer."""
     outer_momentum: FractionBelowOne = 0.85

@@ -91,6 +91,11 @@ class SyncEngine:
         return self.rendezvous.together
 
     @property
+    def landed(self) -> int:
+        """Synchronisations that have been applied."""
+        return self.round - len(self.flying)
+
+    @property
     def replica_steps(self) -> list[int]:
         """Inner steps of each replica, as far as this one knows; exact where ``together``."""
         return self.rendezvous.replica_steps(self.step)
@@ -157,6 +162,19 @@ class SyncEngine:
             self._land_now(self.flying.pop(0))
         self._recorder.drain()
 
+    @torch.no_grad()
+    def roll_back(self) -> None:
+        """Puts all replicas back on the anchor, whatever they have done in the open round. Rounds
+        under way land before: nothing of a replica that failed is in them."""
+        while self.flying:
+            self._land_now(self.flying.pop(0))
+        self._backend.release()
+        for state in self.outer:
+            state.unit.copy_from(state.anchor)
+        self._backend.flush()
+        self.steps_in_round = 0
+        self._recorder.drain()
+
     def records(self) -> list[SyncRecord]:
         """Synchronisations since the last call, once their numbers have reached the host."""
         return self._recorder.take()
@@ -189,10 +207,11 @@ class SyncEngine:
             verify: False for an anchor that is about to be loaded from a checkpoint.
 
         Raises:
-            RuntimeError: The replicas hold different parameters.
+            RuntimeError: The replicas hold different parameters, or such as are not finite.
         """
         if verify:
             self.check_replicas_agree()
+            self._check_finite()
         # A unit with parts on two stages comes first: its holders meet before the first forward.
         ordered = sorted(self.units, key=lambda unit: not unit.spans_stages)
         self.outer = [
@@ -215,6 +234,17 @@ class SyncEngine:
             raise RuntimeError(
                 f"the replicas hold different parameters at step {self.step}, where they should "
                 "agree: same seed and checkpoint on all of them?"
+            )
+
+    def _check_finite(self) -> None:
+        """Refuses parameters that no replica could go on from, on every rank of the replica."""
+        norms = torch._foreach_norm([local for unit in self.units for local in unit.locals])
+        bad = (~torch.isfinite(torch.stack(norms))).any().int()
+        dist.all_reduce(bad, dist.ReduceOp.MAX, group=self.mesh.worker_group)
+        if bool(bad):
+            raise RuntimeError(
+                f"the parameters are not finite at step {self.step}, where they would become the "
+                "first anchor"
             )
 
     def _delay(self) -> int:

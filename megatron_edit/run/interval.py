@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from megatron_edit.run.nan_rows import NanRow
+
 
 @dataclass
 class Interval:
@@ -21,7 +23,7 @@ class Interval:
         grad_norm: Of the last step, replica 0.
         skipped: Updates skipped in the interval, over all replicas.
         nan_iterations: Steps with a non-finite loss or gradient, over all replicas.
-        most_nans_in_row: The most such steps in a row of each replica that the interval has seen.
+        nan_rows: Such steps in a row, of each replica.
         sync_round: Synchronisations so far.
         exposed_ms: Mean time per step that this rank waited for other replicas.
         tflops: Model TFLOP/s of one rank.
@@ -35,7 +37,7 @@ class Interval:
     grad_norm: float
     skipped: int
     nan_iterations: int
-    most_nans_in_row: list[int]
+    nan_rows: list[NanRow]
     sync_round: int
     exposed_ms: float
     tflops: float
@@ -56,20 +58,15 @@ class Totals:
     loss: torch.Tensor
     finite_losses: torch.Tensor
     nan_iterations: torch.Tensor
-    nans_in_row: torch.Tensor
-    most_nans_in_row: torch.Tensor
     skipped_before: torch.Tensor
     steps: int = 0
     exposed_ms: float = 0.0
     started_s: float = field(default_factory=time.perf_counter)
 
-    def add(self, loss: torch.Tensor, grad_norm: torch.Tensor) -> None:
-        """Adds the mean loss of a step."""
+    def add(self, loss: torch.Tensor, bad: torch.Tensor) -> None:
+        """Adds the mean loss of a step, and whether it was a nan iteration; 0-dim."""
         finite = torch.isfinite(loss)
-        bad = ~(finite & torch.isfinite(grad_norm))
         self.loss += torch.where(finite, loss, torch.zeros_like(loss))
         self.finite_losses += finite
         self.nan_iterations += bad
-        self.nans_in_row = torch.where(bad, self.nans_in_row + 1, torch.zeros_like(loss))
-        self.most_nans_in_row = torch.maximum(self.most_nans_in_row, self.nans_in_row)
         self.steps += 1

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from megatron_edit.run.exit_agreement import ExitAgreement
-from megatron_edit.run.interval import Interval
+from megatron_edit.run.nan_rows import NanRow
 
 if TYPE_CHECKING:
     from megatron_edit.engine.record import SyncRecord
@@ -26,11 +26,13 @@ class Stop:
         reason: Why, for the user.
         failed: Whether something is wrong, which is exit code 1.
         save: Whether the parameters are worth a checkpoint.
+        rolls_back: Whether all replicas go back to the anchor before it.
     """
 
     reason: str
     failed: bool = False
     save: bool = True
+    rolls_back: bool = False
 
 
 class Progress(Protocol):
@@ -102,23 +104,47 @@ class StopConditions:
         return None
 
 
-def nan_limit(interval: Interval, limit: int) -> Stop | None:
+def nan_limit(rows: Sequence[NanRow], args: Namespace) -> Stop | None:
     """Stops a run in which a replica has been unable to learn for too long.
 
+    In lockstep one replica's failure is everybody's. A replica that trains apart goes on until
+    synchronisations did not help it, unless nobody else learns either.
+
     Args:
-        interval: Figures of the last log line.
-        limit: ``--max-nan-iterations``.
+        rows: Of each replica, as of the last log line.
+        args: The arguments of the run.
     """
-    worst = max(interval.most_nans_in_row)
-    if worst < limit:
-        return None
-    replica = interval.most_nans_in_row.index(worst)
-    return Stop(
-        f"loss or gradient of replica {replica} was not finite for {worst} iterations in a row, "
-        f"--max-nan-iterations {limit}; nothing is saved",
-        failed=True,
-        save=False,
-    )
+    limit, synchronisations = args.max_nan_iterations, args.edit.max_consecutive_rollbacks
+    limits = f"--max-nan-iterations {limit}"
+    worst = max(row.lockstep_steps for row in rows)
+    if worst >= limit:
+        replica = [row.lockstep_steps for row in rows].index(worst)
+        return Stop(
+            f"loss or gradient of replica {replica} was not finite for {worst} iterations in a "
+            f"row, {limits}; nothing is saved",
+            failed=True,
+            save=False,
+        )
+    failing = [replica for replica, row in enumerate(rows) if row.steps >= limit]
+    if len(failing) == len(rows):
+        least = min(row.steps for row in rows)
+        return Stop(
+            f"loss or gradient of every replica was not finite for {least} iterations in a row, "
+            f"{limits}; all go back to the anchor",
+            failed=True,
+            rolls_back=True,
+        )
+    for replica in failing:
+        if rows[replica].synchronisations >= synchronisations:
+            return Stop(
+                f"loss or gradient of replica {replica} was not finite for {rows[replica].steps} "
+                f"iterations in a row, {limits}, and {rows[replica].synchronisations} "
+                f"synchronisations in a row did not help, edit.max_consecutive_rollbacks "
+                f"{synchronisations}; all go back to the anchor",
+                failed=True,
+                rolls_back=True,
+            )
+    return None
 
 
 def rollback_limit(records: Sequence[SyncRecord], limit: int) -> Stop | None:

@@ -25,6 +25,7 @@ from megatron_edit.platform import cpu
 from megatron_edit.replicas.mesh import Mesh
 from megatron_edit.run.faults import Injection
 from megatron_edit.run.interval import Interval, Totals
+from megatron_edit.run.nan_rows import NanRow, NanRows
 
 Batches = Iterator[dict[str, torch.Tensor]]
 
@@ -118,7 +119,9 @@ class Trainer:
         self.phase = "start"
         self._learning_rate = 0.0
         self._grad_norm = torch.zeros((), device=self.engine.device)
-        self._totals = self._new_totals(torch.zeros((), device=self.engine.device))
+        delay_steps = args.edit.delay_steps
+        self._nan_rows = NanRows(args.max_nan_iterations, delay_steps, self.engine.device)
+        self._totals = self._new_totals()
 
     def start(self) -> None:
         """Takes up data and learning rate at the engine's step."""
@@ -127,7 +130,7 @@ class Trainer:
         self._batches = [
             self._train_batches() if self._reads_data(chunk) else None for chunk in self.chunks
         ]
-        self._totals = self._new_totals(self._totals.nans_in_row)
+        self._totals = self._new_totals()
 
     def _train_batches(self) -> Batches:
         batches = train_iterator(
@@ -142,6 +145,7 @@ class Trainer:
     def step(self) -> None:
         """One inner step of this replica; it may begin with a synchronisation."""
         self.phase = "forward and backward"
+        lockstep, landed = self.engine.lockstep, self.engine.landed
         self.injection.before_step(self.engine)
         self.optimizer.zero_grad()
         self.injection.settle()
@@ -153,7 +157,10 @@ class Trainer:
         self._learning_rate = self.optimizer.param_groups[0]["lr"]
         _, self._grad_norm, _ = self.optimizer.step()
         self.scheduler.step(self.engine.consumed_samples - self.scheduler.num_steps)
-        self._totals.add(_mean(losses, self.engine.device), self._grad_norm)
+        loss = _mean(losses, self.engine.device)
+        bad = ~(torch.isfinite(loss) & torch.isfinite(self._grad_norm))
+        self._totals.add(loss, bad)
+        self._nan_rows.add(bad, lockstep, synchronised=self.engine.landed > landed)
         self.injection.settle()
         self.injection.after_step(time.perf_counter() - started_s)
         if self.engine.together:
@@ -218,11 +225,11 @@ class Trainer:
     def interval(self) -> Interval:
         """Figures since the last call, of all replicas; called by all ranks at the same step."""
         self.phase = "log line"
-        totals, engine = self._totals, self.engine
-        own = torch.stack(
-            [totals.loss, totals.finite_losses, totals.nan_iterations, totals.most_nans_in_row]
-        )
-        loss, finite, nans, most_nans = self._per_replica(own).unbind(dim=1)
+        totals, engine, rows = self._totals, self.engine, self._nan_rows
+        sums = [totals.loss, totals.finite_losses, totals.nan_iterations]
+        counters = [rows.steps, rows.lockstep_steps, rows.synchronisations]
+        gathered = self._per_replica(torch.stack([*sums, *counters]))
+        loss, finite, nans, *_ = gathered.unbind(dim=1)
         skipped = self.optimizer.skipped_steps - totals.skipped_before
         counts = self.mesh.peers.all_gather(
             torch.stack([skipped, self._grad_norm]), "gathering the log line"
@@ -239,14 +246,14 @@ class Trainer:
             losses=losses.tolist(),
             grad_norm=float(counts[0, 1]),
             skipped=int(counts[:, 0].sum()),
-            # A little less: a mean over S ranks may be off by a rounding.
-            nan_iterations=sum(math.ceil(count - 1e-3) for count in nans.tolist()),
-            most_nans_in_row=[math.ceil(most - 1e-3) for most in most_nans.tolist()],
+            nan_iterations=sum(map(_whole, nans.tolist())),
+            nan_rows=[NanRow(*map(_whole, row)) for row in gathered[:, 3:].tolist()],
             sync_round=engine.round,
             exposed_ms=totals.exposed_ms / max(totals.steps, 1),
             tflops=flops_per_token(self.args) * tokens_per_rank / step_s / 1e12,
         )
-        self._totals = self._new_totals(totals.nans_in_row)
+        self._totals = self._new_totals()
+        self._nan_rows.restart()
         return result
 
     @contextmanager
@@ -261,6 +268,11 @@ class Trainer:
         """Synchronises the replicas now: the end of training."""
         self.phase = "last synchronisation"
         self.engine.synchronize()
+
+    def roll_back(self) -> None:
+        """Puts all replicas back on the anchor."""
+        self.phase = "going back to the anchor"
+        self.engine.roll_back()
 
     def records(self) -> list[SyncRecord]:
         """Synchronisations finished since the last call."""
@@ -281,16 +293,19 @@ class Trainer:
             dist.all_reduce(own, group=self.mesh.worker_group)
         return self.mesh.peers.all_gather(own, "gathering the log line")
 
-    def _new_totals(self, nans_in_row: torch.Tensor) -> Totals:
+    def _new_totals(self) -> Totals:
         zero = torch.zeros((), device=self.engine.device)
         return Totals(
             loss=zero.clone(),
             finite_losses=zero.clone(),
             nan_iterations=zero.clone(),
-            nans_in_row=nans_in_row,
-            most_nans_in_row=nans_in_row.clone(),
             skipped_before=self.optimizer.skipped_steps.clone(),
         )
+
+
+def _whole(count: float) -> int:
+    """A count that is a mean over the S ranks of a replica: a rounding less, then up."""
+    return math.ceil(count - 1e-3)
 
 
 def _mean(losses: list[torch.Tensor], device: torch.device) -> torch.Tensor:
