@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import sys
 from argparse import Namespace
-from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,7 +15,7 @@ import torch.distributed as dist
 
 from megatron_edit.config.arguments import describe, parse_args
 from megatron_edit.errors import exit_on_configuration_error
-from megatron_edit.run.exit_agreement import ExitAgreement
+from megatron_edit.run.exit_agreement import build_agreement
 from megatron_edit.run.failure import HostPeers, exit_on_failure, located
 from megatron_edit.run.stop import Stop, StopConditions, nan_limit, rollback_limit
 
@@ -73,7 +72,7 @@ def pretrain(args: Namespace) -> int:
             checkpoint.load(args, mesh, optimizer, state)
         trainer = Trainer(args, mesh, chunks, optimizer, datasets)
         saver = checkpoint.Saver(args, mesh, optimizer, identity)
-        conditions = StopConditions(args, agreement(args, first_step), first_step)
+        conditions = StopConditions(args, build_agreement(args, first_step), first_step)
         monitor.say(f"parameters: {count_parameters(args):,}; starts at step {first_step}")
 
     with located(lambda: f"{who}, {trainer.whereabouts}", peers):
@@ -112,17 +111,6 @@ def set_up(args: Namespace) -> Mesh:
         nccl.warn_of_one_queue(args.distributed_backend, os.environ)
         print(describe(args), flush=True)
     return mesh
-
-
-def agreement(args: Namespace, first_step: int) -> ExitAgreement | None:
-    """How ranks agree to stop, where something may stop them."""
-    from megatron_edit.platform import ds_compat
-
-    if not args.exit_signal_handler and args.exit_duration_in_mins is None:
-        return None
-    timeout = timedelta(minutes=args.distributed_timeout_minutes)
-    store = ds_compat.default_store()
-    return ExitAgreement(store, args.rank, args.world_size, first_step, timeout)
 
 
 def train(

@@ -200,8 +200,8 @@ FLAGS: dict[str, list[Flag]] = {
         _switch("--exit-signal-handler", "On SIGTERM save a checkpoint and stop."),
         Flag(
             "--max-nan-iterations",
-            "Steps in a row with a non-finite loss or gradient from which a replica is failing. The "
-            "run stops where all are, or where synchronisations do not help one.",
+            "Steps in a row with a non-finite loss or gradient from which a replica fails. The run "
+            "stops where all fail, or where synchronisations do not help one.",
             10,
             _positive,
         ),

@@ -18,9 +18,12 @@ before it begins another step. Hence nobody is ever beyond the last step.
 from __future__ import annotations
 
 import json
+from argparse import Namespace
 from datetime import timedelta
 
 import torch.distributed as dist
+
+from megatron_edit.platform import ds_compat
 
 
 class ExitAgreement:
@@ -91,3 +94,17 @@ class ExitAgreement:
     def _read(self) -> None:
         self._store.wait(["decision"], self._timeout)
         self._last_step, self._reason = json.loads(self._store.get("decision"))
+
+
+def build_agreement(args: Namespace, first_step: int) -> ExitAgreement | None:
+    """How the ranks of a run agree to stop, where something may stop them.
+
+    Args:
+        args: The arguments of the run.
+        first_step: Steps done before it.
+    """
+    if not args.exit_signal_handler and args.exit_duration_in_mins is None:
+        return None
+    timeout = timedelta(minutes=args.distributed_timeout_minutes)
+    store = ds_compat.default_store()
+    return ExitAgreement(store, args.rank, args.world_size, first_step, timeout)
