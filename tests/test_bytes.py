@@ -10,6 +10,7 @@ from distributed import run_ranks
 from harness import Case, CollectiveLog, start
 
 from megatron_edit.backends.megatron.model import count_parameters
+from megatron_edit.engine.record import COUNTS
 
 BASE = Case(layers=2, edit={"warmup_steps": 2, "sync_interval": 3})
 # Steps 0 and 1 are synchronous; step 2 creates the anchor; steps 5 and 8 synchronise.
@@ -61,7 +62,7 @@ def test_a_round_sends_one_shard_and_a_few_numbers(name: str) -> None:
         if name in WHOLE_OVER_SHARD:
             assert rank["shard"] == whole // WHOLE_OVER_SHARD[name]
         payload = 2 * (case.replicas - 1) / case.replicas * 4 * rank["shard"]
-        scalars = (case.replicas - 1) * 4 * (rank["units"] + 3)
+        scalars = (case.replicas - 1) * 4 * (rank["units"] + COUNTS)
         for step, collectives in enumerate(rank["steps"]):
             sent = sum(on_the_wire(kind, size, case.replicas) for kind, size in collectives)
             if step in SYNCHRONISING:

@@ -8,6 +8,7 @@ import torch
 
 from megatron_edit.config.edit_config import EditConfig
 from megatron_edit.engine.backend import Unit
+from megatron_edit.engine.fingerprint import bit_sum
 from megatron_edit.engine.outer import outer_step_
 from megatron_edit.engine.penalty import contribution_
 from megatron_edit.replicas.chains import Chains
@@ -77,6 +78,8 @@ class OuterState:
         self.momentum = self._at_home(torch.zeros_like(anchor)) if has_momentum(config) else None
         # Whether the last landing moved the anchor, and did not roll it back.
         self.moved = torch.zeros((), dtype=torch.bool, device=self._device)
+        # Of the anchor that the last pseudo gradient was measured from.
+        self.anchor_sum = torch.zeros((), dtype=torch.int64, device=self._device)
         # With offloading: anchor and momentum on the device, while they are in use.
         self._visiting: tuple[torch.Tensor, torch.Tensor | None] | None = None
         self.compressor: Compressor | None = None
@@ -93,7 +96,9 @@ class OuterState:
 
     def pseudo_gradient(self) -> torch.Tensor:
         """anchor - parameters, a new ``[numel]`` fp32 buffer."""
-        return self._difference(self._on_device(self.anchor))
+        anchor = self._on_device(self.anchor)
+        self.anchor_sum = bit_sum(anchor)
+        return self._difference(anchor)
 
     @property
     def payload_bytes(self) -> float:

@@ -11,9 +11,14 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
+from megatron_edit.engine.fingerprint import outnumbered
 from megatron_edit.engine.penalty import clip_coefficient
 from megatron_edit.replicas.mesh import Mesh
 from megatron_edit.replicas.peers import PeerError
+
+# Numbers of a round that travel with its norms: steps not skipped, all steps, a hash of the order
+# in which units went, and two that make the fingerprint of the anchor.
+COUNTS = 5
 
 
 @dataclass(frozen=True)
@@ -119,7 +124,7 @@ class Decided:
         norms: ``[R, U]``, of each replica's pseudo gradient.
         weights: ``[R, U]``, what each replica counts.
         accepted: ``[R, U]``, 1 where a replica takes part, 0 where not.
-        counts: ``[R, 3]``, of the round: steps not skipped, all steps, order hash.
+        counts: ``[R, COUNTS]``.
         rollbacks: ``[U]``, synchronisations in a row that every replica failed.
     """
 
@@ -134,7 +139,7 @@ class Decided:
         """Tables to be filled."""
         empty = partial(torch.zeros, device=device)
         shape = (replicas, units)
-        return cls(empty(shape), empty(shape), empty(shape), empty(replicas, 3), empty(units))
+        return cls(empty(shape), empty(shape), empty(shape), empty(replicas, COUNTS), empty(units))
 
     def tables(self) -> dict[str, torch.Tensor]:
         """The tensors by name, not copied."""
@@ -199,12 +204,17 @@ class Recorder:
 
     def close(self, record: OpenRecord, clip: float | None) -> None:
         """Sums a record over the replica and sends it off; all ranks of the replica together."""
-        if self._mesh.replica_size > 1:
-            dist.all_reduce(record.squares, group=self._mesh.worker_group)
-        averaged = record.squares[0].sqrt()
         assert record.decided is not None, "closed before it was decided"
+        # All ranks must learn of it. Those whose own shards agree would go on alone.
+        parted = outnumbered(record.decided.counts[:, 3:])
+        if self._mesh.replica_size > 1:
+            sums = torch.cat([record.squares.flatten(), parted])
+            dist.all_reduce(sums, group=self._mesh.worker_group)
+            record.squares.copy_(sums[: -len(parted)].view_as(record.squares))
+            parted = sums[-len(parted) :]
+        averaged = record.squares[0].sqrt()
         decided = record.decided.tables().values()
-        values = [*decided, averaged, clip_coefficient(averaged, clip), record.squares[1:]]
+        values = [*decided, averaged, clip_coefficient(averaged, clip), record.squares[1:], parted]
         flat = torch.cat([value.reshape(-1) for value in values])
         self._sent.append(_Sent(record, _HostCopy(flat)))
 
@@ -228,15 +238,21 @@ class Recorder:
     def _read(self, sent: _Sent) -> SyncRecord:
         replicas, units = self._mesh.replicas, len(self._units)
         matrix, row = replicas * units, units
-        sizes = [matrix, matrix, matrix, 3 * replicas, row, row, row, 2 * row]
+        sizes = [matrix, matrix, matrix, COUNTS * replicas, row, row, row, 2 * row, replicas]
         parts = sent.values.read().split(sizes)
         norms, weights, accepted = (part.view(replicas, units) for part in parts[:3])
-        steps, _, orders = parts[3].view(replicas, 3).unbind(dim=1)
+        steps, _, orders, *_ = parts[3].view(replicas, COUNTS).unbind(dim=1)
         record = sent.record
         if not bool((orders == orders[0]).all()):
             raise PeerError(
                 f"round {record.round}: the replicas synchronised their units in different orders "
                 f"(ranks {self._mesh.peers.ranks})"
+            )
+        if parted := parts[8].nonzero().flatten().tolist():
+            raise PeerError(
+                f"round {record.round}: the anchor, which all replicas share, has become another "
+                f"one in replica {', '.join(map(str, parted))}: a fault of memory or link, or a "
+                "sum that is not the same everywhere; the last checkpoint is older"
             )
         anchor, momentum = parts[7].view(2, units).sum(dim=1).sqrt().tolist()
         moved = norms.square().sum(dim=1).sqrt()

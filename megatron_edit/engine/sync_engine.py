@@ -26,10 +26,10 @@ import torch
 import torch.distributed as dist
 
 from megatron_edit.config.edit_config import EditConfig
-from megatron_edit.engine import penalty
+from megatron_edit.engine import fingerprint, penalty
 from megatron_edit.engine.backend import Backend, Unit
 from megatron_edit.engine.outer_state import OuterState
-from megatron_edit.engine.record import Decided, OpenRecord, Recorder, SyncRecord
+from megatron_edit.engine.record import COUNTS, Decided, OpenRecord, Recorder, SyncRecord
 from megatron_edit.engine.rendezvous import build_rendezvous
 from megatron_edit.engine.round import Round
 from megatron_edit.replicas.chains import Chains
@@ -226,7 +226,9 @@ class SyncEngine:
             RuntimeError: The replicas differ. Raised on every rank, since those whose own shards
                 agree would wait for the others in their next collective.
         """
-        hashes = torch.stack([_hash(local) for unit in self.units for local in unit.locals])
+        hashes = torch.stack(
+            [fingerprint.position_hash(local) for unit in self.units for local in unit.locals]
+        )
         gathered = self.mesh.peers.all_gather(hashes, "comparing the parameters of the replicas")
         differ = (gathered != gathered[0]).any().int()
         dist.all_reduce(differ, dist.ReduceOp.MAX, group=self.mesh.worker_group)
@@ -273,15 +275,17 @@ class SyncEngine:
         self.flying.append(opened)
 
     def _exchange_norms(self, round_: Round, takes: bool) -> None:
-        """Sends off G ``[U]`` and effective steps, steps and order hash of the round ``[3]``.
+        """Sends off G ``[U]`` and the numbers of the round (``COUNTS``).
 
         Args:
             round_: The round that ends.
             takes: Whether the pseudo gradients are kept for their departure.
         """
         squares = torch.zeros(len(self.unit_names), device=self.device)
+        anchors = []
         for state in round_.states:
             delta = state.pseudo_gradient()
+            anchors.append(state.anchor_sum)
             squares[state.unit.index] = state.squared_norm(delta)
             if takes:
                 round_.taken[state.unit.index] = delta
@@ -289,10 +293,12 @@ class SyncEngine:
             dist.all_reduce(squares, group=self.mesh.worker_group)
         # Filled, not copied: a copy from the host would wait for the device.
         numbers = (self.steps_in_round, self.steps_in_round, self._order_hash)
-        counts = torch.cat([squares.new_full((1,), float(number)) for number in numbers])
+        counts = [squares.new_full((1,), float(number)) for number in numbers]
         counts[0] -= self.skipped_in_round
+        anchor = fingerprint.as_floats(fingerprint.combine(anchors))
         round_.norms = self.mesh.peers.start_all_gather(
-            torch.cat([squares.sqrt(), counts]), f"exchanging norms in round {round_.number}"
+            torch.cat([squares.sqrt(), *counts, anchor]),
+            f"exchanging norms in round {round_.number}",
         )
 
     def _decide(self, round_: Round) -> None:
@@ -302,8 +308,8 @@ class SyncEngine:
         with round_.record.exposed():
             gathered = round_.norms.wait()
         round_.norms = None
-        norms, counts = gathered[:, :-3], gathered[:, -3:]
-        effective, steps, _ = counts.unbind(dim=1)
+        norms, counts = gathered[:, :-COUNTS], gathered[:, -COUNTS:]
+        effective, steps = counts[:, 0], counts[:, 1]
         full = penalty.full_round_norms(norms, steps, effective)
         accepted, self.detector = penalty.verdicts(full, steps, self.detector, self.config)
         samples = effective * self.samples_per_step
@@ -398,9 +404,3 @@ class SyncEngine:
         if self._landing is not None:
             self._recorder.close(self._landing.record, self.config.clip)
             self._landing = None
-
-
-def _hash(tensor: torch.Tensor) -> torch.Tensor:
-    """Sum of a fp32 tensor's bits, each weighted by its position; int64, wraps around."""
-    bits = tensor.contiguous().view(torch.int32).reshape(-1).long()
-    return (bits * (torch.arange(bits.numel(), device=bits.device) % 65521 + 1)).sum()
