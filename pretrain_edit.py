@@ -39,6 +39,7 @@ def pretrain(args: Namespace) -> int:
     from megatron_edit.backends.megatron.build import get_edit_model_and_optimizer
     from megatron_edit.backends.megatron.model import build_model, count_parameters
     from megatron_edit.checkpoint import checkpoint
+    from megatron_edit.checkpoint.state import check_data, read_state
     from megatron_edit.data.datasets import build_datasets, data_identity
     from megatron_edit.data.tokenizer import build_tokenizer, model_vocab_size
     from megatron_edit.platform import cpu
@@ -48,7 +49,7 @@ def pretrain(args: Namespace) -> int:
     tokenizer = build_tokenizer(args)
     args.padded_vocab_size = model_vocab_size(args, tokenizer)
     args.sources["padded_vocab_size"] = "computed"
-    state = checkpoint.read_state(args)
+    state = read_state(args)
     first_step = 0 if state is None or args.finetune else state["step"]
 
     mesh = set_up(args)
@@ -57,7 +58,7 @@ def pretrain(args: Namespace) -> int:
     with located(lambda: f"{who}, setting up", peers):
         datasets = build_datasets(args, tokenizer)
         identity = data_identity(args)
-        checkpoint.check_data(args, state, identity)
+        check_data(args, state, identity)
         monitor = Monitor(args, first_step)
         chunks, optimizer = get_edit_model_and_optimizer(
             build_model(args),

@@ -17,7 +17,7 @@ from dying_ranks import run_dying_ranks
 from pretraining import Run, command_line, newest, pretrain
 
 from megatron_edit.backends.megatron.optimizer import EDiTDistributedOptimizer
-from megatron_edit.checkpoint import checkpoint
+from megatron_edit.checkpoint import files
 from megatron_edit.run.failure import RankFailedError
 from megatron_edit.run.trainer import Trainer
 
@@ -44,9 +44,9 @@ LAYOUTS = {
 def link(save: Path, step: int, folder: Path) -> Path:
     """A folder whose tracker names one of the checkpoints in another."""
     folder.mkdir()
-    source = checkpoint.checkpoint_folder(save, step)
+    source = files.checkpoint_folder(save, step)
     (folder / source.name).symlink_to(source)
-    (folder / checkpoint.TRACKER).write_text(str(step))
+    (folder / files.TRACKER).write_text(str(step))
     return folder
 
 

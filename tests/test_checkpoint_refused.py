@@ -11,7 +11,8 @@ import pytest
 from distributed import run_ranks
 from pretraining import Run, command_line, pretrain, tokens
 
-from megatron_edit.checkpoint import checkpoint
+from megatron_edit.checkpoint import files
+from megatron_edit.checkpoint.state import read_state
 from megatron_edit.config.arguments import parse_args
 from megatron_edit.data.tokenizer import NullTokenizer, model_vocab_size
 from megatron_edit.errors import ConfigurationError
@@ -34,7 +35,7 @@ def state_for(load: Path, changes: str = "", without: str = "") -> Any:
     """What a run with these flags reads of a checkpoint before it builds a model."""
     args = parse_args(command_line(f"--load {load} {changes}", without), world_size=4)
     args.padded_vocab_size = model_vocab_size(args, NullTokenizer(args.vocab_size))
-    return checkpoint.read_state(args)
+    return read_state(args)
 
 
 @pytest.fixture
@@ -42,7 +43,7 @@ def loadable(saved: Path, tmp_path: Path) -> Path:
     """A copy of the checkpoint that claims to be of 4 ranks, S 2."""
     folder = tmp_path / "loadable"
     shutil.copytree(saved / "iter_0000006", folder / "iter_0000006")
-    (folder / checkpoint.TRACKER).write_text("6")
+    (folder / files.TRACKER).write_text("6")
     path = folder / "iter_0000006" / "state.json"
     state = json.loads(path.read_text())
     state["layout"]["shard_size"] = 2
@@ -81,11 +82,11 @@ def test_the_phase_may_change_where_replicas_start_alike(loadable: Path) -> None
 
 
 def _break_tracker(folder: Path) -> None:
-    (folder / checkpoint.TRACKER).write_text("six")
+    (folder / files.TRACKER).write_text("six")
 
 
 def _name_missing_step(folder: Path) -> None:
-    (folder / checkpoint.TRACKER).write_text("8")
+    (folder / files.TRACKER).write_text("8")
 
 
 def _break_state(folder: Path) -> None:

@@ -18,7 +18,7 @@ from megatron_edit.backends.megatron.build import get_edit_model_and_optimizer
 from megatron_edit.backends.megatron.mesh import build_mesh
 from megatron_edit.backends.megatron.model import build_model
 from megatron_edit.backends.megatron.units import global_name
-from megatron_edit.checkpoint import checkpoint, whole_model
+from megatron_edit.checkpoint import checkpoint, files, whole_model
 from megatron_edit.commands import export
 from megatron_edit.config.arguments import parse_args
 from megatron_edit.errors import ConfigurationError
@@ -155,6 +155,6 @@ def test_the_newest_checkpoint_is_found(tmp_path: Path) -> None:
         folder = tmp_path / f"iter_{iteration:07d}"
         folder.mkdir()
         (folder / "state.json").write_text(json.dumps({}))
-    (tmp_path / checkpoint.TRACKER).write_text("20")
+    (tmp_path / files.TRACKER).write_text("20")
     assert whole_model.find_checkpoint(tmp_path).name == "iter_0000020"
     assert whole_model.find_checkpoint(tmp_path, 10).name == "iter_0000010"

@@ -22,7 +22,7 @@ from megatron.core.models.gpt import GPTModel
 
 from megatron_edit.backends.megatron.mesh import build_mesh, destroy_mesh
 from megatron_edit.backends.megatron.model import build_model
-from megatron_edit.checkpoint.checkpoint import TRACKER, checkpoint_folder
+from megatron_edit.checkpoint import files
 from megatron_edit.errors import ConfigurationError
 from megatron_edit.platform import cpu
 
@@ -65,24 +65,23 @@ def find_checkpoint(root: str | Path, iteration: int | None = None) -> Path:
         ConfigurationError: There is none.
     """
     try:
-        chosen = int((Path(root) / TRACKER).read_text()) if iteration is None else iteration
+        folder = files.find_checkpoint(Path(root), iteration)
     except (OSError, ValueError) as error:
         raise ConfigurationError(f"--load: no checkpoint in {root}: {error}") from None
-    folder = checkpoint_folder(root, chosen)
-    if not (folder / "state.json").is_file():
+    if not (folder / files.STATE).is_file():
         raise ConfigurationError(f"--load: no checkpoint {folder}")
     return folder
 
 
 def read_run(folder: Path) -> Namespace:
     """The arguments of the run that wrote a checkpoint, changed to one rank without parallelism."""
-    config = json.loads((folder / "effective_config.json").read_text())
+    config = json.loads((folder / files.CONFIG).read_text())
     return Namespace(**{**config["values"], **ONE_RANK})
 
 
 def whole_parameters(folder: Path) -> dict[str, torch.Tensor]:
     """Name -> whole parameter, fp32 on the CPU, with the names of the local layers."""
-    state = json.loads((folder / "state.json").read_text())
+    state = json.loads((folder / files.STATE).read_text())
     prefix = "anchor." if state["has_anchor"] else "replica0.model."
     saved = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
     parts = {
