@@ -14,7 +14,6 @@ from megatron_edit.backends.megatron.optimizer import EDiTDistributedOptimizer
 from megatron_edit.checkpoint import files, flights
 from megatron_edit.checkpoint.state import describe, iteration
 from megatron_edit.checkpoint.tensors import (
-    bring_home,
     by_name,
     rank_tensors,
     replica_tensors,
@@ -126,9 +125,7 @@ def load(
             engine.create_anchor(verify=False)
         flights.restore_rounds(engine, state["in_flight"])
         own = replica_tensors(optimizer, mesh) | rank_tensors(engine, args.rank)
-        shared = shared_tensors(optimizer, mesh)
-        _load_into(folder, own | shared)
-        bring_home(engine, shared, mesh)
+        _load_into(folder, own | shared_tensors(optimizer, mesh))
         engine.steps_in_round = int(own[f"replica{mesh.replica}.steps_in_round"])
     if not args.finetune:
         engine.step = state["replica_steps"][mesh.replica]

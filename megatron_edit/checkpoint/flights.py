@@ -47,10 +47,9 @@ def restore_rounds(engine: SyncEngine, descriptions: list[dict[str, Any]]) -> No
             departed=len(engine.outer),
         )
         for state in engine.outer:
-            payload, departure = (torch.zeros_like(state.pseudo_gradient()) for _ in range(2))
-            round_.flights[state.unit.index] = Flight(
-                payload, DONE, departure if round_.keeps_progress else None
-            )
+            payload = torch.zeros(state.unit.numel, device=engine.device)
+            departure = torch.zeros_like(payload) if round_.keeps_progress else None
+            round_.flights[state.unit.index] = Flight(payload, DONE, departure)
         engine.flying.append(round_)
 
 

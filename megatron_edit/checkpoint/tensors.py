@@ -12,7 +12,6 @@ import torch
 from megatron.core import tensor_parallel
 
 from megatron_edit.backends.megatron.optimizer import EDiTDistributedOptimizer, like_parameter
-from megatron_edit.backends.megatron.units import local_of
 from megatron_edit.checkpoint import flights
 from megatron_edit.engine.sync_engine import SyncEngine
 from megatron_edit.replicas.mesh import Mesh
@@ -60,20 +59,6 @@ def shared_tensors(optimizer: EDiTDistributedOptimizer, mesh: Mesh) -> dict[str,
     under_way = by_name("shared", flights.shared_tensors(engine), mesh)
     outer = by_name("anchor", anchors, mesh) | by_name("outer_momentum", momenta, mesh)
     return outer | detector | under_way
-
-
-def bring_home(engine: SyncEngine, shared: dict[str, torch.Tensor], mesh: Mesh) -> None:
-    """Copies a loaded outer state to where it lives, if that is not the device: a DTensor of an
-    offloaded buffer is a copy on the device of its mesh."""
-    for state in engine.outer:
-        for prefix, flat in (("anchor", state.anchor), ("outer_momentum", state.momentum)):
-            if flat is None:
-                continue
-            views = dict(zip(state.unit.parameters, state.unit.views(flat), strict=True))
-            for name, loaded in by_name(prefix, views, mesh).items():
-                local = local_of(shared[name])
-                if local.data_ptr() != loaded.data_ptr():
-                    loaded.copy_(local)
 
 
 def rng_tensors(rank: int) -> dict[str, torch.Tensor]:

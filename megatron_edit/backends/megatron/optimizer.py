@@ -9,6 +9,7 @@ import torch
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from megatron_edit.backends.megatron.data_parallel import EDiTDataParallel
@@ -160,12 +161,19 @@ class EDiTDistributedOptimizer(MegatronOptimizer):
 
 
 def like_parameter(local: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """Wraps a local tensor as a DTensor sharded like ``parameter``, if that is one."""
+    """Wraps a local tensor as a DTensor sharded like ``parameter``, if that is one.
+
+    They share their storage, also where the tensor is on the host and the parameter is not.
+    """
     if not isinstance(parameter, DTensor):
         return local
+    mesh = parameter.device_mesh
+    if mesh.device_type != local.device.type:
+        # On the parameter's mesh it would be a copy on the device.
+        mesh = DeviceMesh.from_group(mesh.get_group(), local.device.type)
     return DTensor.from_local(
         local,
-        parameter.device_mesh,
+        mesh,
         parameter.placements,
         run_check=False,
         shape=parameter.shape,
