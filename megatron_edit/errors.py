@@ -29,6 +29,13 @@ class ConfigurationError(ValueError):
         self.per_host = per_host
 
 
+class CheckpointError(RuntimeError):
+    """A checkpoint cannot be written, as when the disk is full: exit code 1.
+
+    Every rank raises the same; the message is one line that names step, folder and cause.
+    """
+
+
 def did_you_mean(given: object, known: Iterable[str]) -> str:
     """Returns `"; did you mean 'x'?"` for the known name that was misspelt, or an empty string.
 

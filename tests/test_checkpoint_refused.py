@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from distributed import run_ranks
 from pretraining import Run, command_line, pretrain, tokens
 
-from megatron_edit.checkpoint import files
+from megatron_edit import errors
+from megatron_edit.checkpoint import files, whole_model
 from megatron_edit.checkpoint.state import read_state
 from megatron_edit.config.arguments import parse_args
 from megatron_edit.data.tokenizer import NullTokenizer, model_vocab_size
@@ -81,32 +85,36 @@ def test_the_phase_may_change_where_replicas_start_alike(loadable: Path) -> None
     assert state_for(loadable, "--edit-method sync --finetune")["step"] == 6
 
 
-def _break_tracker(folder: Path) -> None:
-    (folder / files.TRACKER).write_text("six")
+STEP = "iter_0000006"
 
 
-def _name_missing_step(folder: Path) -> None:
-    (folder / files.TRACKER).write_text("8")
+def _overwrite(name: str, text: str) -> Callable[[Path], object]:
+    return lambda folder: (folder / name).write_text(text)
 
 
-def _break_state(folder: Path) -> None:
-    (folder / "iter_0000006" / "state.json").write_text('{"step": 6')
+def _cut(name: str, size: int) -> Callable[[Path], object]:
+    return lambda folder: os.truncate(folder / name, size)
 
 
-def _age(folder: Path) -> None:
-    (folder / "iter_0000006" / "state.json").write_text('{"format": 0}')
+def _lose(name: str) -> Callable[[Path], object]:
+    return lambda folder: (folder / name).unlink()
 
 
-def _lose_metadata(folder: Path) -> None:
-    (folder / "iter_0000006" / ".metadata").unlink()
-
-
+# What the message says of the damage -> how it comes about.
 DAMAGES = {
-    "six": _break_tracker,
-    "iter_0000008": _name_missing_step,
-    "line 1": _break_state,
-    "its format is 0": _age,
-    ".metadata is missing": _lose_metadata,
+    f"{files.TRACKER} is damaged: 'six' is no step": _overwrite(files.TRACKER, "six"),
+    "iter_0000008": _overwrite(files.TRACKER, "8"),
+    "state.json is damaged: Unterminated": _cut(f"{STEP}/state.json", 100),
+    "state.json is damaged: format": _overwrite(f"{STEP}/state.json", "[]"),
+    "state.json is damaged: step is": _overwrite(f"{STEP}/state.json", '{"format": 2}'),
+    f"No such file or directory: '{{}}/{STEP}/state.json'": _lose(f"{STEP}/state.json"),
+    "its format is 0": _overwrite(f"{STEP}/state.json", '{"format": 0}'),
+    ".metadata is missing": _lose(f"{STEP}/.metadata"),
+    ".metadata is damaged: Unpick": _cut(f"{STEP}/.metadata", 1000),
+    ".metadata is damaged: EOFError": _cut(f"{STEP}/.metadata", 0),
+    "__0_0.distcp is missing": _lose(f"{STEP}/__0_0.distcp"),
+    "__1_0.distcp has been cut short: 5000 of ": _cut(f"{STEP}/__1_0.distcp", 5000),
+    "__1_0.distcp has been cut short: 0 of ": _cut(f"{STEP}/__1_0.distcp", 0),
 }
 
 
@@ -115,8 +123,36 @@ def test_a_damaged_checkpoint_is_refused(reason: str, loadable: Path) -> None:
     DAMAGES[reason](loadable)
     with pytest.raises(ConfigurationError, match="no readable checkpoint") as caught:
         state_for(loadable)
-    assert reason in str(caught.value)
+    assert reason.format(loadable) in str(caught.value)
     assert caught.value.per_host
+
+
+def _refused_on_all_ranks(line: str) -> Run:
+    with patch.object(errors, "REPORT_WITHIN_S", 0.0):
+        return pretrain(command_line(line))
+
+
+def test_tensors_that_cannot_be_read_end_all_ranks_with_one_line(
+    saved: Path, tmp_path: Path
+) -> None:
+    load = tmp_path / "load"
+    shutil.copytree(saved, load)
+    tensors = load / STEP / "__1_0.distcp"
+    # As long as it was, so that nobody notices before it is read.
+    tensors.write_bytes(bytes(tensors.stat().st_size))
+    runs = run_ranks(_refused_on_all_ranks, 2, f"--edit-warmup-steps 4 --load {load}")
+    assert [run.code for run in runs] == [2, 2]
+    assert runs[0].err.startswith(f"error: --load: the checkpoint {load / STEP} cannot be read: ")
+    assert runs[0].err.count("\n") == 1 and runs[1].err == ""
+
+
+# A tool that reads the checkpoint by itself gives the same reasons.
+@pytest.mark.parametrize("reason", [r for r in DAMAGES if ".distcp" in r or ".metadata" in r])
+def test_a_damaged_checkpoint_gives_no_whole_model(reason: str, loadable: Path) -> None:
+    DAMAGES[reason](loadable)
+    with pytest.raises(ConfigurationError, match="no readable checkpoint") as caught:
+        whole_model.whole_parameters(whole_model.find_checkpoint(loadable))
+    assert reason in str(caught.value)
 
 
 def test_other_data_are_refused_unless_wanted(tmp_path: Path) -> None:

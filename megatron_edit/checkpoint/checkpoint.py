@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 
 from megatron_edit.backends.megatron.optimizer import EDiTDistributedOptimizer
-from megatron_edit.checkpoint import files, flights
+from megatron_edit.checkpoint import files, flights, storage
 from megatron_edit.checkpoint.state import describe, iteration
 from megatron_edit.checkpoint.tensors import (
     by_name,
@@ -22,6 +22,7 @@ from megatron_edit.checkpoint.tensors import (
     shared_tensors,
 )
 from megatron_edit.config.arguments import as_dict
+from megatron_edit.errors import CheckpointError
 from megatron_edit.replicas.mesh import Mesh
 
 # Starts from zero where the run before had it switched off.
@@ -85,25 +86,40 @@ def save(args: Namespace, mesh: Mesh, optimizer: EDiTDistributedOptimizer, data:
 
     Returns:
         The folder of the checkpoint.
+
+    Raises:
+        CheckpointError: It cannot be written; on all ranks. The checkpoint before is as it was, and
+            stays the newest.
     """
     engine, step = optimizer.engine, iteration(args, optimizer.engine)
     folder = files.checkpoint_folder(args.save, step)
-    if args.rank == 0:
-        files.make_folder_aside(folder)
-    dist.barrier()
-    tensors = replica_tensors(optimizer, mesh) | rank_tensors(engine, args.rank)
-    tensors |= rng_tensors(args.rank)
-    if mesh.replica == 0:
-        tensors |= shared_tensors(optimizer, mesh)
     aside = files.folder_aside(folder)
-    dcp.save(tensors, checkpoint_id=aside)
-    if args.rank == 0:
+    what = f"step {step}: cannot save the checkpoint {folder}"
+
+    def finish() -> None:
         files.write_json(aside / files.CONFIG, as_dict(args))
         files.write_json(aside / files.STATE, describe(args, engine, data))
         files.put_in_place(folder)
         files.point_tracker(folder.parent, step)
-    dist.barrier()
+
+    try:
+        storage.on_first_rank(what, lambda: files.make_folder_aside(folder))
+        storage.write_tensors(what, aside, _all_tensors(optimizer, mesh, args.rank))
+        storage.on_first_rank(what, finish)
+    except CheckpointError:
+        if args.rank == 0:
+            shutil.rmtree(aside, ignore_errors=True)
+        raise
     return folder
+
+
+def _all_tensors(
+    optimizer: EDiTDistributedOptimizer, mesh: Mesh, rank: int
+) -> dict[str, torch.Tensor]:
+    """What this rank has to save."""
+    tensors = replica_tensors(optimizer, mesh) | rank_tensors(optimizer.engine, rank)
+    tensors |= rng_tensors(rank)
+    return tensors | shared_tensors(optimizer, mesh) if mesh.replica == 0 else tensors
 
 
 def load(
@@ -139,6 +155,7 @@ def load(
 
 def _load_into(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
     """Fills tensors in place."""
-    saved = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    with files.refusing_damage(folder.parent):
+        saved = storage.read_index(folder).state_dict_metadata
     wanted = {k: v for k, v in tensors.items() if k in saved or not k.startswith(OPTIONAL)}
-    dcp.load(wanted, checkpoint_id=folder)
+    storage.read_tensors(folder, wanted)

@@ -15,8 +15,12 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from megatron_edit.errors import ConfigurationError
 
 TRACKER = "latest_checkpointed_iteration.txt"
 STATE = "state.json"
@@ -33,14 +37,38 @@ def find_checkpoint(root: Path, iteration: int | None = None) -> Path:
 
     Raises:
         OSError: There is no tracker file, or it cannot be read.
-        ValueError: It does not hold a number.
+        ValueError: It does not name a step.
     """
-    chosen = int((root / TRACKER).read_text()) if iteration is None else iteration
-    folder = checkpoint_folder(root, chosen)
+    if iteration is None:
+        iteration = _tracked_iteration(root / TRACKER)
+    folder = checkpoint_folder(root, iteration)
     if not folder.exists() and replaced(folder).exists():
         # The run was killed between the two renames that replace a checkpoint of the same step.
         return replaced(folder)
     return folder
+
+
+def _tracked_iteration(tracker: Path) -> int:
+    text = tracker.read_text()
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"{tracker} is damaged: {text[:40]!r} is no step") from None
+
+
+@contextmanager
+def refusing_damage(root: str | Path) -> Iterator[None]:
+    """Turns an error of reading a checkpoint in the block into the user's, in one line.
+
+    Args:
+        root: What ``--load`` names.
+    """
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(
+            f"--load: no readable checkpoint in {root}: {error}", per_host=True
+        ) from None
 
 
 def folder_aside(folder: Path) -> Path:
@@ -66,7 +94,12 @@ def put_in_place(folder: Path) -> None:
     if folder.exists():
         shutil.rmtree(old, ignore_errors=True)
         folder.rename(old)
-    folder_aside(folder).rename(folder)
+    try:
+        folder_aside(folder).rename(folder)
+    except OSError:
+        if old.exists():
+            old.rename(folder)
+        raise
     shutil.rmtree(old, ignore_errors=True)
 
 
@@ -78,13 +111,41 @@ def point_tracker(root: Path, iteration: int) -> None:
 
 
 def write(path: Path, text: str) -> None:
-    """Writes a file that is on the disk when this returns."""
-    with path.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+    """Writes a file that is on the disk when this returns.
+
+    Raises:
+        OSError: With the file's name, which a failing write does not have by itself.
+    """
+    try:
+        with path.open("w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Writes a JSON file that is on the disk when this returns."""
     write(path, json.dumps(content, indent=2) + "\n")
+
+
+def read_json(path: Path, keys: Iterable[str]) -> dict[str, Any]:
+    """Reads an object from a JSON file.
+
+    Args:
+        path: The file.
+        keys: What the object must have.
+
+    Raises:
+        OSError: It cannot be read.
+        ValueError: It is damaged; names it.
+    """
+    try:
+        content = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: {error}") from None
+    missing = [key for key in keys if not isinstance(content, dict) or key not in content]
+    if missing:
+        raise ValueError(f"{path} is damaged: {missing[0]} is missing")
+    return content

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-import json
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
 from megatron_edit.checkpoint import flights
-from megatron_edit.checkpoint.files import STATE, find_checkpoint
+from megatron_edit.checkpoint.files import STATE, find_checkpoint, read_json, refusing_damage
+from megatron_edit.checkpoint.storage import check_files
 from megatron_edit.engine.sync_engine import SyncEngine
 from megatron_edit.engine.trigger import build_trigger
 from megatron_edit.errors import ConfigurationError
 
 FORMAT = 2
+KEYS = (
+    "step", "replica_steps", "round", "has_anchor", "in_flight", "global_batch_size",
+    "train_samples", "model", "layout", "data",
+)  # fmt: skip
+"""What a run needs of it to go on."""
 SHAPE = (
     "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups",
     "normalization", "swiglu", "disable_bias_linear", "untie_embeddings_and_output_weights",
@@ -64,15 +69,11 @@ def read_state(args: Namespace) -> dict[str, Any] | None:
     """
     if args.load is None:
         return None
-    try:
+    with refusing_damage(args.load):
         state = _read_whole(Path(args.load))
-    except (OSError, ValueError) as error:
-        raise ConfigurationError(
-            f"--load: no readable checkpoint in {args.load}: {error}", per_host=True
-        ) from None
     for what, names in (("model", SHAPE), ("layout", LAYOUT)):
         for name in names:
-            saved, given = state[what][name], getattr(args, name)
+            saved, given = state[what].get(name), getattr(args, name)
             if saved != given:
                 raise ConfigurationError(
                     f"--load: the checkpoint in {args.load} has {name} {saved}, this run has "
@@ -83,13 +84,13 @@ def read_state(args: Namespace) -> dict[str, Any] | None:
 
 
 def _read_whole(root: Path) -> dict[str, Any]:
-    """Reads the newest checkpoint's ``state.json``."""
+    """Reads the newest checkpoint's ``state.json``, and looks whether its files are all there."""
     folder = find_checkpoint(root)
-    state = json.loads((folder / STATE).read_text())
-    if state.get("format") != FORMAT:
-        raise ValueError(f"its format is {state.get('format')}, this version reads {FORMAT}")
-    if not (folder / ".metadata").is_file():
-        raise ValueError(f"{folder / '.metadata'} is missing")
+    version = read_json(folder / STATE, ["format"])["format"]
+    if version != FORMAT:
+        raise ValueError(f"its format is {version}, this version reads {FORMAT}")
+    state = read_json(folder / STATE, KEYS)
+    check_files(folder)
     return {**state, "folder": str(folder)}
 
 

@@ -7,7 +7,6 @@ torch.distributed.checkpoint; the parts of tensor-parallel ranks are put togethe
 
 from __future__ import annotations
 
-import json
 import re
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
@@ -17,12 +16,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from megatron.core.models.gpt import GPTModel
 
 from megatron_edit.backends.megatron.mesh import build_mesh, destroy_mesh
 from megatron_edit.backends.megatron.model import build_model
-from megatron_edit.checkpoint import files
+from megatron_edit.checkpoint import files, storage
 from megatron_edit.errors import ConfigurationError
 from megatron_edit.platform import cpu
 
@@ -64,36 +62,42 @@ def find_checkpoint(root: str | Path, iteration: int | None = None) -> Path:
     Raises:
         ConfigurationError: There is none.
     """
-    try:
+    with files.refusing_damage(root):
         folder = files.find_checkpoint(Path(root), iteration)
-    except (OSError, ValueError) as error:
-        raise ConfigurationError(f"--load: no checkpoint in {root}: {error}") from None
     if not (folder / files.STATE).is_file():
         raise ConfigurationError(f"--load: no checkpoint {folder}")
     return folder
 
 
 def read_run(folder: Path) -> Namespace:
-    """The arguments of the run that wrote a checkpoint, changed to one rank without parallelism."""
-    config = json.loads((folder / files.CONFIG).read_text())
+    """The arguments of the run that wrote a checkpoint, changed to one rank without parallelism.
+
+    Raises:
+        ConfigurationError: The file is damaged.
+    """
+    with files.refusing_damage(folder.parent):
+        config = files.read_json(folder / files.CONFIG, ["values"])
     return Namespace(**{**config["values"], **ONE_RANK})
 
 
 def whole_parameters(folder: Path) -> dict[str, torch.Tensor]:
-    """Name -> whole parameter, fp32 on the CPU, with the names of the local layers."""
-    state = json.loads((folder / files.STATE).read_text())
+    """Name -> whole parameter, fp32 on the CPU, with the names of the local layers.
+
+    Raises:
+        ConfigurationError: A file of the checkpoint is damaged.
+    """
+    with files.refusing_damage(folder.parent):
+        state = files.read_json(folder / files.STATE, ["has_anchor", "model"])
+        storage.check_files(folder)
+        saved = storage.read_index(folder).state_dict_metadata
     prefix = "anchor." if state["has_anchor"] else "replica0.model."
-    saved = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
     parts = {
         key.removeprefix(prefix): torch.empty(entry.size)  # type: ignore[union-attr]
         for key, entry in saved.items()
         if key.startswith(prefix)
     }
-    dcp.load(
-        {prefix + name: tensor for name, tensor in parts.items()},
-        checkpoint_id=folder,
-        no_dist=True,
-    )
+    named = {prefix + name: tensor for name, tensor in parts.items()}
+    storage.read_tensors(folder, named, no_dist=True)
     parameters = merge_tensor_parts(parts, gated=state["model"]["swiglu"])
     if not state["model"]["untie_embeddings_and_output_weights"]:
         # Under pipeline parallelism the last stage has a copy of its own.

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megatron_edit.errors import ConfigurationError
+from megatron_edit.errors import CheckpointError, ConfigurationError
 from megatron_edit.replicas.peers import PeerError
 
 # A killed process closes its connections a moment before it counts as dead.
@@ -73,7 +73,8 @@ def _is_alive(pid: int) -> bool:
 
 @contextmanager
 def located(where: Callable[[], str], peers: HostPeers) -> Iterator[None]:
-    """Turns an error of the block, but for a user's mistake, into a :class:`RankFailedError`.
+    """Turns an error of the block into a :class:`RankFailedError`, but for those that all ranks
+    have: a user's mistake, and a checkpoint that cannot be written.
 
     Args:
         where: Says, at the time of the error, which rank this is and what it is doing.
@@ -81,7 +82,7 @@ def located(where: Callable[[], str], peers: HostPeers) -> Iterator[None]:
     """
     try:
         yield
-    except ConfigurationError:
+    except (ConfigurationError, CheckpointError):
         raise
     except Exception as error:
         # gloo goes on with advice; the line is long enough without.
@@ -100,10 +101,18 @@ def exit_on_failure() -> Iterator[None]:
     """Ends the process with exit code 1 and one line on an error in the block.
 
     The error of a peer that is gone has no traceback: it would hide the line, and shows nothing.
+    Of an error that all ranks have rank 0 tells.
     The process leaves without ending the process group, which could wait for others for ever.
     """
     try:
         yield
+    except CheckpointError as error:
+        if dist.get_rank() == 0:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        else:
+            time.sleep(STAYS_S)
+        sys.stdout.flush()
+        os._exit(1)
     except Exception as error:
         cause = error.__cause__ if isinstance(error, RankFailedError) else error
         lost_peer = cause is not None and is_communication(cause)
