@@ -69,14 +69,20 @@ def pretrain(args: Namespace) -> int:
             compute_dtype=args.params_dtype,
             reshard_after_forward=args.data_parallel_sharding_strategy == "optim_grads_params",
         )
-        if state is not None:
-            checkpoint.load(args, mesh, optimizer, state)
+        consolidated = state is not None and checkpoint.load(args, mesh, optimizer, state)
         trainer = Trainer(args, mesh, chunks, optimizer, datasets)
         saver = checkpoint.Saver(args, mesh, optimizer, identity)
         conditions = StopConditions(args, build_agreement(args, first_step), first_step)
         monitor.say(f"parameters: {count_parameters(args):,}; starts at step {first_step}")
 
     with located(lambda: f"{who}, {trainer.whereabouts}", peers):
+        if consolidated and trainer.finished:
+            monitor.say(
+                f"the run in {args.load} is finished, step {trainer.iteration} of "
+                f"{args.train_iters}: nothing is trained, nothing is saved"
+            )
+            evaluate_result(args, trainer, monitor)
+            return 0
         stop = train(args, trainer, monitor, conditions, saver)
         if stop is None:
             stop = finish(args, trainer, monitor, saver)
@@ -157,20 +163,26 @@ def finish(args: Namespace, trainer: Trainer, monitor: Monitor, saver: Saver) ->
     from megatron_edit.platform import ds_compat
 
     trainer.synchronize()
-    step, stop = trainer.iteration, report(args, trainer, monitor)
+    stop = report(args, trainer, monitor)
     if stop is not None:
-        monitor.stopped(step, stop)
-    if args.eval_iters:
-        monitor.validation(step, trainer.evaluate(trainer.valid_data), "on validation set")
-        if trainer.test_data is not None:
-            losses = trainer.evaluate(trainer.test_data)
-            monitor.validation(step, losses, "on test set", chart=False)
+        monitor.stopped(trainer.iteration, stop)
+    evaluate_result(args, trainer, monitor)
     save(args, trainer, monitor, saver)
     sent_mb = trainer.mesh.peers.sent_bytes / 1e6
     monitor.say(f"sent to other replicas by rank 0: {sent_mb:.1f} MB")
     if trainer.mesh.peers.on_collective is not None:
         ds_compat.print_comms_summary()
     return stop
+
+
+def evaluate_result(args: Namespace, trainer: Trainer, monitor: Monitor) -> None:
+    """Evaluates the model that a run ends with."""
+    if not args.eval_iters:
+        return
+    step = trainer.iteration
+    monitor.validation(step, trainer.evaluate(trainer.valid_data), "on validation set")
+    if trainer.test_data is not None:
+        monitor.validation(step, trainer.evaluate(trainer.test_data), "on test set", chart=False)
 
 
 def save(args: Namespace, trainer: Trainer, monitor: Monitor, saver: Saver) -> None:

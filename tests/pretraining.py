@@ -139,7 +139,7 @@ def pretrain(argv: list[str], prepare: Prepare | None = None) -> Run:
     """
     run = Run()
     trainers: list[Trainer] = []
-    interval, start, iterator = Trainer.interval, Trainer.start, trainer.train_iterator
+    interval, init, iterator = Trainer.interval, Trainer.__init__, trainer.train_iterator
     save = Saver.save
 
     def noting_interval(trainer: Trainer) -> Any:
@@ -148,12 +148,12 @@ def pretrain(argv: list[str], prepare: Prepare | None = None) -> Run:
         run.rates.append(figures.learning_rate)
         return figures
 
-    def noting_start(trainer: Trainer) -> None:
+    def noting_init(trainer: Trainer, *args: Any, **kwargs: Any) -> None:
+        init(trainer, *args, **kwargs)
         trainers.append(trainer)
         if prepare is not None:
             prepare(trainer)
         run.loaded = state_of(trainer)
-        start(trainer)
 
     def noting_save(saver: Saver) -> Any:
         run.saved[trainers[0].iteration] = state_of(trainers[0])
@@ -167,7 +167,7 @@ def pretrain(argv: list[str], prepare: Prepare | None = None) -> Run:
     out, err = io.StringIO(), io.StringIO()
     with (
         patch.object(Trainer, "interval", noting_interval),
-        patch.object(Trainer, "start", noting_start),
+        patch.object(Trainer, "__init__", noting_init),
         patch.object(Saver, "save", noting_save),
         patch.object(trainer, "train_iterator", noting_iterator),
         patch("sys.argv", ["pretrain_edit.py", *argv]),

@@ -20,6 +20,7 @@ from megatron_edit.checkpoint.tensors import (
     rng_tensors,
     set_rng,
     shared_tensors,
+    steps_in_round,
 )
 from megatron_edit.config.arguments import as_dict
 from megatron_edit.errors import CheckpointError
@@ -124,14 +125,19 @@ def _all_tensors(
 
 def load(
     args: Namespace, mesh: Mesh, optimizer: EDiTDistributedOptimizer, state: dict[str, Any]
-) -> None:
+) -> bool:
     """Loads the checkpoint whose ``state.json`` is given; to be called by all ranks.
 
     With ``--finetune`` or ``--no-load-optim`` the replicas start from the consolidated parameters,
     the anchor, where the checkpoint has one.
+
+    Returns:
+        Whether the replicas hold the same parameters and nothing is under way between them: there
+        is nothing to synchronise before they train on.
     """
     engine = optimizer.engine
     folder = Path(state["folder"])
+    consolidated = True
     if args.finetune or args.no_load_optim:
         source = "anchor" if state["has_anchor"] else f"replica{mesh.replica}.model"
         _load_into(folder, by_name(source, optimizer.named_parameters(), mesh))
@@ -141,8 +147,11 @@ def load(
             engine.create_anchor(verify=False)
         flights.restore_rounds(engine, state["in_flight"])
         own = replica_tensors(optimizer, mesh) | rank_tensors(engine, args.rank)
-        _load_into(folder, own | shared_tensors(optimizer, mesh))
-        engine.steps_in_round = int(own[f"replica{mesh.replica}.steps_in_round"])
+        rounds = steps_in_round(mesh.replicas)
+        _load_into(folder, own | shared_tensors(optimizer, mesh) | rounds)
+        steps = [int(count) for count in rounds.values()]
+        engine.steps_in_round = steps[mesh.replica]
+        consolidated = not any(steps) and not engine.flying
     if not args.finetune:
         engine.step = state["replica_steps"][mesh.replica]
         engine.round = state["round"]
@@ -151,6 +160,7 @@ def load(
             rng = rng_tensors(args.rank)
             _load_into(folder, rng)
             set_rng(args.rank, rng)
+    return consolidated
 
 
 def _load_into(folder: Path, tensors: dict[str, torch.Tensor]) -> None:

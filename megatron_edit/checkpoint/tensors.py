@@ -37,6 +37,11 @@ def replica_tensors(optimizer: EDiTDistributedOptimizer, mesh: Mesh) -> dict[str
     return model | moments | departures | counters
 
 
+def steps_in_round(replicas: int) -> dict[str, torch.Tensor]:
+    """What :func:`replica_tensors` calls the steps of the open round, of every replica; zeros."""
+    return {f"replica{replica}.steps_in_round": torch.tensor(0) for replica in range(replicas)}
+
+
 def rank_tensors(engine: SyncEngine, rank: int) -> dict[str, torch.Tensor]:
     """What each rank's compression owes."""
     errors = flights.rank_tensors(engine)
