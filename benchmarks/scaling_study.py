@@ -118,16 +118,16 @@ def fit(logs: Iterable[Path], form: str, results: Path) -> str:
 def loss_table(runs: list[Run]) -> str:
     """Markdown table of the validation losses: a row per size and length, a column per method."""
     columns = list(dict.fromkeys((run.method, run.replicas) for run in runs))
-    losses = {(r.parameters, r.tokens, r.method, r.replicas): r.loss for r in runs}
+    losses = {((r.parameters, r.tokens), (r.method, r.replicas)): r.loss for r in runs}
     lines = [
         "| parameters | tokens | "
         + " | ".join(f"`{method}`, R = {replicas}" for method, replicas in columns)
         + " |",
         "|---|---|" + "---|" * len(columns),
     ]
-    for parameters, tokens in sorted({(run.parameters, run.tokens) for run in runs}):
-        cells = [f"{losses[parameters, tokens, *column]:.3f}" for column in columns]
-        lines.append(f"| {parameters:,.0f} | {tokens:,.0f} | " + " | ".join(cells) + " |")
+    for size in sorted({(run.parameters, run.tokens) for run in runs}):
+        cells = [f"{losses[size, column]:.3f}" for column in columns]
+        lines.append(f"| {size[0]:,.0f} | {size[1]:,.0f} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 

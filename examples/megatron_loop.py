@@ -3,6 +3,8 @@
 torchrun --nproc_per_node 4 -m examples.megatron_loop
 """
 
+from collections.abc import Callable, Iterator
+
 import torch
 import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
@@ -13,15 +15,13 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 
-from megatron_edit.backends.megatron.build import get_edit_model_and_optimizer
-from megatron_edit.backends.megatron.mesh import build_mesh
-from megatron_edit.config.edit_config import EditConfig
+from megatron_edit import EditConfig, EDiTDataParallel, build_mesh, get_edit_model_and_optimizer
 from megatron_edit.platform import cpu
 
 STEPS, MICRO_BATCHES, MICRO_BATCH, SEQUENCE, VOCABULARY = 40, 2, 4, 32, 64
 
 
-def batches(seed):
+def batches(seed: int) -> Iterator[torch.Tensor]:
     """Sequences in which each token follows from the one before it."""
     generator = torch.Generator().manual_seed(seed)
     while True:
@@ -29,14 +29,16 @@ def batches(seed):
         yield (first + 5 * torch.arange(SEQUENCE + 1)) % VOCABULARY
 
 
-def forward_step(data, model):
+def forward_step(
+    data: Iterator[torch.Tensor], model: EDiTDataParallel
+) -> tuple[torch.Tensor, Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]]:
     text = next(data).to(cpu.device())
     position = torch.arange(SEQUENCE, device=text.device).expand(MICRO_BATCH, -1)
     losses = model(text[:, :-1], position, None, labels=text[:, 1:])
     return losses, lambda losses: (losses.mean(), losses.detach().mean())
 
 
-def train():
+def train() -> tuple[list[float], EDiTDataParallel]:
     cpu.install()  # megatron-core on a machine without a GPU; elsewhere it does nothing
     mesh = build_mesh(replicas=2)  # in the place of initialize_model_parallel(...)
     torch.manual_seed(1)

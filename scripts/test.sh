@@ -9,6 +9,6 @@ export OMP_NUM_THREADS=1
 if [ $# -eq 0 ]; then
   ruff check .
   ruff format --check .
-  mypy megatron_edit pretrain_edit.py
+  mypy
 fi
 python -m pytest --durations=15 "$@"

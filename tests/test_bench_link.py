@@ -40,7 +40,7 @@ def can_make_links() -> bool:
     """Whether the benchmark can run here."""
     if os.getuid() != 0 or not Path("/dev/net/tun").is_char_device() or not shutil.which("tc"):
         return False
-    probe = [LAB, "run", "--rate-mbit", "100", "--delay-ms", "1", "--", "true"]
+    probe = [str(LAB), "run", "--rate-mbit", "100", "--delay-ms", "1", "--", "true"]
     return subprocess.run(probe, capture_output=True, timeout=60).returncode == 0
 
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import itertools
 from argparse import Namespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from generate_text import sample
 from torch import nn
 from unigram_perplexity import unigram_perplexity
+
+from megatron_edit.commands.generate import sample
 
 VOCABULARY, PADDED, CONTEXT = 6, 8, 4
 
@@ -32,7 +34,7 @@ class CountingModel(nn.Module):
         return logits
 
 
-def continued(length: int = 12, **changes: float) -> tuple[list[int], CountingModel]:
+def continued(length: int = 12, **changes: Any) -> tuple[list[int], CountingModel]:
     model = CountingModel()
     args = Namespace(**{"num_tokens": length, "temperature": 1.0, "top_k": 0, "seed": 1, **changes})
     return sample(model, [0], args, CONTEXT, VOCABULARY), model
@@ -43,7 +45,7 @@ def steps(ids: list[int]) -> set[int]:
 
 
 @pytest.mark.parametrize("settings", [{"temperature": 0}, {"top_k": 1}, {"temperature": 0.01}])
-def test_the_likeliest_token_is_taken(settings: dict[str, float]) -> None:
+def test_the_likeliest_token_is_taken(settings: dict[str, Any]) -> None:
     ids, model = continued(**settings)
     assert ids == [i % VOCABULARY for i in range(13)]
     assert model.longest == CONTEXT

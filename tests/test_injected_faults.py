@@ -33,7 +33,7 @@ def test_refused(flags: str, parts: list[str], capsys: pytest.CaptureFixture[str
     assert all(part in message for part in parts), message
 
 
-def injected(replica: int, **fields: str) -> Injection:
+def injected(replica: int, **fields: Any) -> Injection:
     config = EditConfig(replicas=2, debug=True, **fields)
     return Injection(config, SimpleNamespace(replica=replica))  # type: ignore[arg-type]
 

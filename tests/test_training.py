@@ -393,7 +393,7 @@ def _out_of_time(line: str) -> Run:
         trainer.step = step_on_clock  # type: ignore[method-assign]
 
     def conditions(*args: Any) -> StopConditions:
-        return StopConditions(*args, clock=lambda: slow.now)
+        return StopConditions(args[0], args[1], args[2], clock=lambda: slow.now)
 
     with patch.object(pretrain_edit, "StopConditions", conditions):
         return pretrain(command_line(line), tell)

@@ -29,7 +29,8 @@ def test_report_of_idle_time() -> None:
 
 
 def test_a_slow_link_carries_one_payload_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    now, slept = [10.0], []
+    now = [10.0]
+    slept: list[float] = []
     monkeypatch.setattr(hidden_sync.time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(hidden_sync.time, "sleep", slept.append)
     sync: Any = SimpleNamespace(all_reduce=lambda flat, phase: DONE)

@@ -1,10 +1,10 @@
 """Where a number comes from: every constant a tool uses is printed with this."""
 
 from dataclasses import asdict, dataclass
-from enum import StrEnum
+from enum import Enum
 
 
-class Kind(StrEnum):
+class Kind(str, Enum):
     """Why a constant may be believed."""
 
     PUBLISHED = "published"
