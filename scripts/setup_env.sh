@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Makes .venv with this package and all that it and its tests need, once. Sourced by the other scripts.
 #
-# PYTHON   Python 3.11 to make it with (default: python3.11)
+# PYTHON   Python to make it with, 3.10 to 3.13 (default: python3.11, or python3 without that)
 # VENV     an environment of your own, used as it is; nothing is installed
 #
 # pip's own settings (PIP_INDEX_URL, PIP_FIND_LINKS, ...) apply.
@@ -16,9 +16,10 @@ else
   stamp=$venv/.installed
   wanted=("$root/requirements.txt" "$root/requirements-test.txt" "$root/pyproject.toml")
   if ! cmp -s <(cat "${wanted[@]}") "$stamp"; then
-    python=${PYTHON:-python3.11}
-    if ! "$python" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null; then
-      echo "error: '$python' is no Python 3.11; name one with PYTHON=..." >&2
+    python=${PYTHON:-$(command -v python3.11 || echo python3)}
+    if ! "$python" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' \
+      2>/dev/null; then
+      echo "error: '$python' is no Python 3.10 to 3.13; name one with PYTHON=..." >&2
       exit 2
     fi
     echo "setting up $venv (once; a few minutes)"
