@@ -27,20 +27,25 @@ class Job:
     Args:
         command: The launcher's command line.
         log: File for everything that they print.
+        folder: They are started in it.
+        variables: Added to their environment.
     """
 
-    def __init__(self, command: list[str], log: Path) -> None:
+    def __init__(
+        self, command: list[str], log: Path, folder: Path = ROOT, **variables: str
+    ) -> None:
         env = {name: value for name, value in os.environ.items() if name not in NOISE}
         env |= {
             "PATH": f"{BIN}:{env['PATH']}",
             "OMP_NUM_THREADS": "1",
             "DS_ACCELERATOR": "cpu",
             "PYTHONWARNINGS": "ignore",
+            **variables,
         }
         self._log = log
         with log.open("w") as file:
             self.process = subprocess.Popen(
-                command, cwd=ROOT, env=env, stdout=file, stderr=file, start_new_session=True
+                command, cwd=folder, env=env, stdout=file, stderr=file, start_new_session=True
             )
 
     @property
@@ -104,9 +109,9 @@ class Job:
 
 
 @contextmanager
-def job(command: list[str], log: Path) -> Iterator[Job]:
+def job(command: list[str], log: Path, folder: Path = ROOT, **variables: str) -> Iterator[Job]:
     """A job that does not outlive the block."""
-    started = Job(command, log)
+    started = Job(command, log, folder, **variables)
     try:
         yield started
     finally:
