@@ -12,7 +12,9 @@ from distributed import run_ranks
 
 from megatron_edit.backends.megatron.mesh import build_mesh
 from megatron_edit.replicas.chains import Chains
-from megatron_edit.replicas.compression import BLOCK, Compressor, decode, encode
+from megatron_edit.replicas.compression import Compressor
+from megatron_edit.replicas.encodings import BLOCK, ENCODINGS
+from megatron_edit.replicas.padding import Padding
 
 CPU = torch.device("cpu")
 
@@ -23,28 +25,57 @@ def payload_of(rank: int, numel: int, round_: int = 0) -> torch.Tensor:
     return torch.randn(numel, generator=generator) * torch.linspace(0.01, 10, numel)
 
 
+def encode_and_decode(values: torch.Tensor, compression: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Encodes values in two parts; returns the row and what it is decoded to."""
+    encoding, half = ENCODINGS[compression], BLOCK
+    row = torch.empty(encoding.row_bytes(values.numel()), dtype=torch.uint8)
+    decoded = torch.empty_like(values)
+    for part in (slice(half, None), slice(0, half)):
+        lost = torch.empty_like(values[part])
+        encoding.write(values[part], row, part.start, lost)
+        encoding.read(row, part.start, decoded[part])
+        assert torch.equal(lost, values[part] - decoded[part])
+    return row, decoded
+
+
 def test_int8_keeps_each_block_to_half_a_step_of_its_own_scale() -> None:
-    values = payload_of(0, 4 * BLOCK).view(2, -1)
-    decoded = decode(encode(values, "int8"), "int8")
-    step = values.unflatten(1, (-1, BLOCK)).abs().amax(2, keepdim=True) / 127
-    off = (decoded - values).unflatten(1, (-1, BLOCK)).abs()
+    values = payload_of(0, 4 * BLOCK)
+    _, decoded = encode_and_decode(values, "int8")
+    step = values.unflatten(0, (-1, BLOCK)).abs().amax(1, keepdim=True) / 127
+    off = (decoded - values).unflatten(0, (-1, BLOCK)).abs()
     assert (off <= step * 0.501).all()
 
 
 @pytest.mark.parametrize("compression", ["bf16", "int8"])
 def test_zeros_stay_zero_and_sizes_are_as_documented(compression: str) -> None:
-    values = torch.zeros(3, 2 * BLOCK)
-    encoded = encode(values, compression)
-    assert encoded.dtype is torch.uint8
-    assert encoded.shape == (3, 4 * BLOCK if compression == "bf16" else 2 * (BLOCK + 4))
-    assert torch.equal(decode(encoded, compression), values)
+    values = torch.zeros(2 * BLOCK)
+    row, decoded = encode_and_decode(values, compression)
+    assert row.shape == (4 * BLOCK if compression == "bf16" else 2 * (BLOCK + 4),)
+    assert torch.equal(decoded, values)
+
+
+@pytest.mark.parametrize("sizes", [[1], [300, 0, 256, 5], [70_000, 64, 70_000], [0]])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_no_block_holds_values_of_two_parameters(sizes: list[int], rows: int) -> None:
+    padding = Padding(sizes, rows, CPU)
+    owner = torch.repeat_interleave(torch.arange(1.0, len(sizes) + 1), torch.tensor(sizes))
+    padded, back = torch.empty(rows * padding.numel), torch.zeros_like(owner)
+    for stretch in padding.stretches:
+        stretch.gather(owner, padded[stretch.padded])
+        stretch.scatter(padded[stretch.padded], back)
+    assert torch.equal(back, owner)
+    assert torch.equal(padded[padded > 0], owner)
+    for block in padded.view(-1, BLOCK):
+        assert len(set(block[block > 0].tolist())) < 2
+    assert padding.numel % BLOCK == 0 and sum(sizes) <= rows * padding.numel
+    assert rows * padding.numel < sum(sizes) + (len(sizes) + rows) * BLOCK
 
 
 def _sum_rounds(compression: str, numel: int, rounds: int) -> dict[str, Any]:
     """Sums payloads over all ranks for a few rounds and counts the bytes this rank sends."""
     world = dist.get_world_size()
     mesh = build_mesh(world)
-    compressor = Compressor(compression, numel, mesh.peers, Chains(CPU), CPU)
+    compressor = Compressor(compression, [numel], mesh.peers, Chains(CPU), CPU)
     sent = []
     original = dist.all_to_all_single, dist.all_gather_single
 
@@ -104,7 +135,7 @@ def _excluded() -> dict[str, Any]:
     """Rank 1 is excluded in a round, then nobody takes part, then all do."""
     rank, numel = dist.get_rank(), 2 * BLOCK
     mesh = build_mesh(2)
-    compressor = Compressor("int8", numel, mesh.peers, Chains(CPU), CPU)
+    compressor = Compressor("int8", [numel], mesh.peers, Chains(CPU), CPU)
     yes, no = torch.tensor(True), torch.tensor(False)
     first = payload_of(rank, numel)
     compressor.all_reduce(first, yes, yes, "test").wait()

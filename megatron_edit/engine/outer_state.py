@@ -85,9 +85,8 @@ class OuterState:
         self.compressor: Compressor | None = None
         if config.compression != "none" and peers.size > 1:
             assert chains is not None
-            self.compressor = Compressor(
-                config.compression, unit.numel, peers, chains, self._device
-            )
+            sizes = [local.numel() for local in unit.locals]
+            self.compressor = Compressor(config.compression, sizes, peers, chains, self._device)
 
     def squared_norm(self, flat: torch.Tensor) -> torch.Tensor:
         """Sum of squares of the elements of ``flat`` that this rank counts, 0-dim fp32."""

@@ -1,58 +1,30 @@
-"""Pseudo gradients in fewer bytes: bf16, or int8 with a scale per block, with error feedback.
+"""Pseudo gradients in fewer bytes, summed over the replicas, with error feedback.
 
 A sum of encoded numbers has no encoding of its own kind, so an all-reduce will not do:
 
-    all-to-all    every replica sends part i of its encoded payload to replica i
-    sum           replica i decodes the parts it got and adds them up in fp32
+    all-to-all    every replica sends row i of its encoded payload to replica i
+    sum           replica i decodes the rows it got and adds them up in fp32
     all-gather    every replica sends its encoded sum to all, who decode the same bytes
 
 That moves 2 (R-1)/R encoded payloads per rank, as a ring all-reduce moves plain ones. What either
 encoding loses is added to the next payload (error feedback), so no part of a pseudo gradient is
 lost for good.
+
+What becomes of a value depends on those of its own parameter alone, see
+:mod:`megatron_edit.replicas.padding`: copies of a parameter stay the same.
 """
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence
 
 import torch
 
 from megatron_edit.replicas.chains import Chains
-from megatron_edit.replicas.masked_copy import copy_if_
+from megatron_edit.replicas.encodings import ENCODINGS
+from megatron_edit.replicas.masked_copy import copy_if_, zero_if_
+from megatron_edit.replicas.padding import Padding
 from megatron_edit.replicas.peers import Gathering, PeerGroup, Pending
-
-# Values that share one fp32 scale in int8.
-BLOCK = 256
-
-
-def encode(values: torch.Tensor, compression: str) -> torch.Tensor:
-    """Encodes rows of fp32 values as bytes.
-
-    Args:
-        values: ``[n, m]`` fp32, m a multiple of :data:`BLOCK`.
-        compression: ``bf16`` or ``int8``.
-
-    Returns:
-        ``[n, bytes]`` uint8: bf16 values, or int8 values followed by the fp32 scales of the blocks.
-    """
-    if compression == "bf16":
-        return values.to(torch.bfloat16).view(torch.uint8)
-    blocks = values.unflatten(1, (-1, BLOCK))
-    scales = blocks.abs().amax(dim=2, keepdim=True) / 127
-    integers = (blocks / scales.clamp(min=1e-38)).round_().to(torch.int8)
-    return torch.cat(
-        [integers.flatten(1).view(torch.uint8), scales.flatten(1).view(torch.uint8)], dim=1
-    )
-
-
-def decode(encoded: torch.Tensor, compression: str) -> torch.Tensor:
-    """Inverse of :func:`encode`: ``[n, bytes]`` uint8 -> ``[n, m]`` fp32."""
-    if compression == "bf16":
-        return encoded.view(torch.bfloat16).float()
-    values = encoded.shape[1] * BLOCK // (BLOCK + 4)
-    integers = encoded[:, :values].contiguous().view(torch.int8).unflatten(1, (-1, BLOCK))
-    scales = encoded[:, values:].contiguous().view(torch.float32).unsqueeze(2)
-    return integers.float().mul_(scales).flatten(1)
 
 
 class Compressor:
@@ -60,36 +32,35 @@ class Compressor:
 
     Args:
         compression: ``bf16`` or ``int8``.
-        numel: Elements of the payload on this rank; any number.
+        sizes: Elements of each parameter in the payload on this rank, in their order.
         peers: The replicas.
         chains: Where the collectives run while the device computes.
         device: Of the payload.
 
     Attributes:
-        part: Elements of the payload, rounded up, that each replica adds up.
-        error: ``[numel]`` fp32, what this replica's encoding has lost so far.
-        sum_error: ``[part]`` fp32, what the encoding of this rank's part of the sum has lost.
+        padding: Which values each replica adds up: those of its row.
+        error: ``[R * row]`` fp32, what this replica's encoding has lost so far.
+        sum_error: ``[row]`` fp32, what the encoding of this rank's row of the sum has lost.
     """
 
     def __init__(
         self,
         compression: str,
-        numel: int,
+        sizes: Sequence[int],
         peers: PeerGroup,
         chains: Chains,
         device: torch.device,
     ) -> None:
-        self.compression, self.peers = compression, peers
+        self.encoding, self.peers = ENCODINGS[compression], peers
         self._chains = chains
-        self.part = math.ceil(numel / (peers.size * BLOCK)) * BLOCK
-        self.error = torch.zeros(numel, device=device)
-        self.sum_error = torch.zeros(self.part, device=device)
+        self.padding = Padding(sizes, peers.size, device)
+        self.error = torch.zeros(peers.size * self.padding.numel, device=device)
+        self.sum_error = torch.zeros(self.padding.numel, device=device)
 
     @property
     def payload_bytes(self) -> int:
         """Bytes of the encoded payload, of which a rank sends 2 (R-1)/R."""
-        per_value = 2.0 if self.compression == "bf16" else 1 + 4 / BLOCK
-        return int(self.part * self.peers.size * per_value)
+        return self.peers.size * self.encoding.row_bytes(self.padding.numel)
 
     def all_reduce(
         self, payload: torch.Tensor, accepted: torch.Tensor, any_accepted: torch.Tensor, phase: str
@@ -124,32 +95,56 @@ class _Stages:
 
     @torch.no_grad()
     def send_parts(self) -> None:
-        """Encodes the payload and sends part i to replica i."""
-        it, payload = self._compressor, self._payload
-        padded = payload.new_zeros(it.part * it.peers.size)
-        own = padded[: payload.numel()]
-        copy_if_(torch.add(payload, it.error, out=own), ~self._accepted, payload)
-        encoded = encode(padded.view(it.peers.size, it.part), it.compression)
-        kept = own - decode(encoded, it.compression).view(-1)[: payload.numel()]
-        copy_if_(it.error, self._accepted, kept)
+        """Encodes the payload and sends row i to replica i."""
+        it = self._compressor
+        encoded = self._empty_rows(it.peers.size)
+        both = self._scratch()
+        for stretch in it.padding.stretches:
+            values, lost = both[:, : stretch.numel]
+            stretch.gather(self._payload, values)
+            error = it.error[stretch.padded]
+            values.add_(zero_if_(lost.copy_(error), ~self._accepted))
+            it.encoding.write(values, encoded[stretch.row], stretch.span.start, lost)
+            copy_if_(error, self._accepted, lost)
         self._parts = it.peers.start_all_to_all(encoded.view(-1), self._phase)
 
     @torch.no_grad()
     def send_sum(self) -> None:
-        """Adds up this replica's part of all payloads, encodes the sum and sends it to all."""
+        """Adds up this replica's row of all payloads, encodes the sum and sends it to all."""
         assert self._parts is not None
-        it, parts = self._compressor, self._parts.wait()
+        it, rows = self._compressor, self._parts.wait()
         self._parts = None
-        total = decode(parts, it.compression).sum(dim=0) + it.sum_error
-        encoded = encode(total.unsqueeze(0), it.compression)
-        kept = total - decode(encoded, it.compression).view(-1)
-        copy_if_(it.sum_error, self._any_accepted, kept)
+        encoded = self._empty_rows(1)
+        both = self._scratch()
+        for span in it.padding.spans:
+            total, other = both[:, : span.stop - span.start]
+            it.encoding.read(rows[0], span.start, total)
+            # One after the other: the order in which a kernel adds may depend on the place.
+            for row in rows[1:]:
+                it.encoding.read(row, span.start, other)
+                total.add_(other)
+            total.add_(it.sum_error[span])
+            it.encoding.write(total, encoded[0], span.start, other)
+            copy_if_(it.sum_error[span], self._any_accepted, other)
         self._sums = it.peers.start_all_gather(encoded.view(-1), self._phase, payload=True)
 
     @torch.no_grad()
     def receive_sums(self) -> None:
-        """Puts the sum of all parts in the payload's place."""
+        """Puts the sum of all rows in the payload's place."""
         assert self._sums is not None
-        sums = decode(self._sums.wait(), self._compressor.compression)
+        it, rows = self._compressor, self._sums.wait()
         self._sums = None
-        self._payload.copy_(sums.view(-1)[: self._payload.numel()])
+        both = self._scratch()
+        for stretch in it.padding.stretches:
+            values = both[0, : stretch.numel]
+            it.encoding.read(rows[stretch.row], stretch.span.start, values)
+            stretch.scatter(values, self._payload)
+
+    def _empty_rows(self, rows: int) -> torch.Tensor:
+        it = self._compressor
+        row_bytes = it.encoding.row_bytes(it.padding.numel)
+        return self._payload.new_empty(rows, row_bytes, dtype=torch.uint8)
+
+    def _scratch(self) -> torch.Tensor:
+        longest = max((s.numel for s in self._compressor.padding.stretches), default=0)
+        return self._payload.new_empty(2, longest)
