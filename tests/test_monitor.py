@@ -20,8 +20,9 @@ from tensorboard.plugins.custom_scalar import layout_pb2
 from megatron_edit.config.arguments import parse_args
 from megatron_edit.errors import ConfigurationError
 from megatron_edit.platform import ds_compat
+from megatron_edit.run.charts import chart_layout
 from megatron_edit.run.interval import Interval
-from megatron_edit.run.monitor import Monitor, chart_layout
+from megatron_edit.run.monitor import Monitor
 from megatron_edit.run.nan_rows import NanRow
 from megatron_edit.run.stop import Stop
 

@@ -81,11 +81,12 @@ class PlainUnit(Unit):
 class PlainBackend:
     """A whole model on one rank, one unit a layer."""
 
-    def __init__(self, layers: nn.Sequential) -> None:
+    def __init__(self, layers: nn.Sequential, in_forward: bool) -> None:
         self._layers = layers
         self.units = [PlainUnit(f"layer{i}", i, layer) for i, layer in enumerate(layers)]
         self.unit_names = [unit.name for unit in self.units]
         self.has_spanning_unit = False
+        self.lands_in_forward = in_forward
         self.calls: list[str] = []
 
     def before_each_unit(
@@ -113,10 +114,10 @@ class PlainBackend:
         self.calls.append("flush")
 
 
-def _train(name: str) -> dict[str, Any]:
+def _train(name: str, in_forward: bool) -> dict[str, Any]:
     replica = dist.get_rank()
     layers = model()
-    backend = PlainBackend(layers)
+    backend = PlainBackend(layers, in_forward)
     # The checker of types holds the class to the protocol here.
     seen: Backend = backend
     engine = SyncEngine(seen, build_mesh(REPLICAS, timeout_minutes=1), config(name), SAMPLES)
@@ -141,9 +142,10 @@ def _train(name: str) -> dict[str, Any]:
     return {"losses": losses, "parameters": parameters, "calls": backend.calls}
 
 
+@pytest.mark.parametrize("in_forward", [True, False], ids=["in forward", "before it"])
 @pytest.mark.parametrize("name", SETTINGS)
-def test_a_backend_of_plain_tensors_equals_the_reference(name: str) -> None:
-    results = run_ranks(_train, REPLICAS, name, timeout_s=60)
+def test_a_backend_of_plain_tensors_equals_the_reference(name: str, in_forward: bool) -> None:
+    results = run_ranks(_train, REPLICAS, name, in_forward, timeout_s=60)
     replicas = [model() for _ in range(REPLICAS)]
     units = {f"layer{i}": [f"{i}.weight", f"{i}.bias"] for i in range(LAYERS)}
     reference = NaiveReference(replicas, units, loss_of, config(name), ADAMW)
@@ -163,7 +165,7 @@ def test_a_backend_of_plain_tensors_equals_the_reference(name: str) -> None:
 
 
 def test_the_engine_asks_for_what_a_sharding_backend_needs() -> None:
-    calls = run_ranks(_train, REPLICAS, "edit", timeout_s=60)[0]["calls"]
+    calls = run_ranks(_train, REPLICAS, "edit", True, timeout_s=60)[0]["calls"]
     first = calls.index("gather layer0")
     assert calls[first - 1] == "release", "whole parameters outlive the change of their masters"
     assert calls[first : first + LAYERS] == [f"gather layer{i}" for i in range(LAYERS)]

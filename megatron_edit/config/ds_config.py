@@ -88,7 +88,7 @@ def load_ds_config(path: str | None, unknown_flags: Sequence[str] = ()) -> dict[
         ConfigurationError: The file is missing or malformed, or holds keys or a value that are
             unknown, given twice, or not honoured; or there are unknown flags.
     """
-    config = {} if path is None else _read(Path(path))
+    config = {} if path is None else read_ds_json(Path(path))
     keys = mistaken_keys(config)
     if keys or unknown_flags:
         in_file = [f"{path}: {together(keys)}"] if keys else []
@@ -155,7 +155,12 @@ def _section_model(section: str) -> type[BaseModel]:
     return model
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_ds_json(path: Path) -> dict[str, Any]:
+    """Reads a DeepSpeed JSON file, strictly.
+
+    Raises:
+        ConfigurationError: It is missing or malformed, or gives a key twice.
+    """
     return read_json(
         path,
         "--deepspeed_config",

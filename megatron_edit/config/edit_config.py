@@ -108,6 +108,10 @@ class EditConfig(BaseModel):
     compression: Literal["none", "bf16", "int8"] = "none"
     """Encoding of pseudo gradients between replicas: fp32 (`none`), or fewer bytes with error
     feedback: 2x (`bf16`) or about 4x (`int8`, one scale per 256 values)."""
+    landing: Literal["auto", "layers", "boundary"] = "auto"
+    """When the units of a synchronisation take its result: one by one in the forward, each before
+    its gather (`layers`), or all before the first forward of the step (`boundary`). `auto` is
+    `layers` on Megatron and `boundary` on DeepSpeed."""
     sync_prefetch: PositiveInt = 3
     """Units whose all-reduce is in flight ahead of the unit that computes."""
     offload_outer_state: bool = False

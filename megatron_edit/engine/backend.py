@@ -66,10 +66,13 @@ class Backend(Protocol):
         unit_names: Names of all units of the replica, in the order of their index.
         has_spanning_unit: Whether a unit of the replica has parts on two pipeline stages (tied
             embeddings), the same on all its ranks.
+        lands_in_forward: Whether units land one by one in a forward, each just before its gather,
+            unless ``edit.landing`` says otherwise. Else all land before the step's first forward.
     """
 
     unit_names: list[str]
     has_spanning_unit: bool
+    lands_in_forward: bool
 
     @property
     def units(self) -> Sequence[Unit]:

@@ -75,6 +75,9 @@ class SyncEngine:
             self._chains = Chains(self.device, config.sync_prefetch)
         self._recorder = Recorder(self.unit_names, mesh, self.device)
         self._backend = backend
+        self.lands_in_forward = config.landing == "layers" or (
+            config.landing == "auto" and backend.lands_in_forward
+        )
         self._in_step = False
         self._landing: Round | None = None
         self._order_hash = 0
@@ -94,6 +97,11 @@ class SyncEngine:
     def landed(self) -> int:
         """Synchronisations that have been applied."""
         return self.round - len(self.flying)
+
+    @property
+    def landing(self) -> bool:
+        """Whether units have yet to land in the forward that comes, or has begun."""
+        return self._landing is not None and bool(self._landing.to_land)
 
     @property
     def replica_steps(self) -> list[int]:
@@ -118,6 +126,9 @@ class SyncEngine:
             self._open_round(self._delay())
         if self.flying and self.flying[0].lands_at == self.step:
             self._begin_landing(self.flying.pop(0))
+            if not self.lands_in_forward:
+                self._land_all(self.units)
+                self._backend.flush()
 
     def average_gradients(self) -> None:
         """Averages gradients over the replicas in the lockstep phase; nothing otherwise."""
@@ -131,9 +142,7 @@ class SyncEngine:
             skipped: 0-dim fp32 on the device, 1 if the update was left out, else 0; None if the
                 inner optimizer leaves none out.
         """
-        assert self._landing is None or not self._landing.to_land, (
-            "the step ended with units that were not synchronised"
-        )
+        assert not self.landing, "the step ended with units that were not synchronised"
         assert all(round_.norms is None for round_ in self.flying), "the step had no forward"
         self._in_step = False
         if not self.lockstep:

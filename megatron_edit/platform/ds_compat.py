@@ -39,7 +39,6 @@ def init_distributed(backend: str, timeout_minutes: float) -> None:
     """
     name_accelerator()
     import deepspeed
-    from deepspeed.ops import __compatible_ops__
     from deepspeed.utils import logger
 
     logger.setLevel(logging.WARNING)
@@ -47,9 +46,7 @@ def init_distributed(backend: str, timeout_minutes: float) -> None:
         _be_the_only_rank()
     if backend == dist.Backend.NCCL:
         nccl.make_failures_readable(os.environ)
-    if not torch.cuda.is_available():
-        # Otherwise it is compiled, for over a minute and with a C++ compiler; nothing here uses it.
-        __compatible_ops__["deepspeed_shm_comm"] = False
+    compile_nothing_for_cpu()
     try:
         if not dist.is_initialized():
             dist.init_process_group(backend, timeout=timedelta(minutes=timeout_minutes))
@@ -61,6 +58,16 @@ def init_distributed(backend: str, timeout_minutes: float) -> None:
             "--master_port of the launcher"
         ) from None
     deepspeed.init_distributed(dist_backend=backend, verbose=False)
+
+
+def compile_nothing_for_cpu() -> None:
+    """Without a GPU DeepSpeed compiles an operator when ranks join, for over a minute and with a
+    C++ compiler; nothing here uses it."""
+    if not torch.cuda.is_available():
+        name_accelerator()
+        from deepspeed.ops import __compatible_ops__
+
+        __compatible_ops__["deepspeed_shm_comm"] = False
 
 
 def _be_the_only_rank() -> None:

@@ -22,6 +22,8 @@ class MegatronBackend:
         mesh: The mesh.
     """
 
+    lands_in_forward = True
+
     def __init__(self, chunks: Sequence[EDiTDataParallel], mesh: Mesh) -> None:
         self._chunks = chunks
         model = chunks[0].module

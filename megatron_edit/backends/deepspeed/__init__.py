@@ -1,0 +1,1 @@
+"""Replicas of any model, sharded by DeepSpeed's ZeRO."""
