@@ -20,7 +20,7 @@ from transformers import (
 )
 from transformers.trainer_utils import get_last_checkpoint
 
-from megatron_edit.run.huggingface import enable_edit
+from megatron_edit import enable_edit
 
 SEQUENCE = 128
 

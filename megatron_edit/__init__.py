@@ -19,11 +19,14 @@ if TYPE_CHECKING:
     from megatron_edit.engine.sync_engine import SyncEngine
     from megatron_edit.errors import ConfigurationError
     from megatron_edit.replicas.mesh import Mesh
+    from megatron_edit.run.huggingface import enable_edit
+    from megatron_edit.run.zero import EDiT
 
 __version__ = "0.1.0"
 
 __all__ = [
     "ConfigurationError",
+    "EDiT",
     "EDiTDataParallel",
     "EDiTDistributedOptimizer",
     "EditConfig",
@@ -32,12 +35,14 @@ __all__ = [
     "SyncRecord",
     "build_mesh",
     "destroy_mesh",
+    "enable_edit",
     "get_edit_model_and_optimizer",
     "parse_args",
 ]
 
 _HOMES = {
     "ConfigurationError": "errors",
+    "EDiT": "run.zero",
     "EDiTDataParallel": "backends.megatron.data_parallel",
     "EDiTDistributedOptimizer": "backends.megatron.optimizer",
     "EditConfig": "config.edit_config",
@@ -46,6 +51,7 @@ _HOMES = {
     "SyncRecord": "engine.record",
     "build_mesh": "backends.megatron.mesh",
     "destroy_mesh": "backends.megatron.mesh",
+    "enable_edit": "run.huggingface",
     "get_edit_model_and_optimizer": "backends.megatron.build",
     "parse_args": "config.arguments",
 }

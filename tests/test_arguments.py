@@ -121,7 +121,7 @@ def test_json_alone_sets_values_and_is_named_as_source(tmp_path: Path) -> None:
 
 
 def test_auto_leaves_the_value_to_the_flags(tmp_path: Path) -> None:
-    config = {
+    config: dict[str, object] = {
         "gradient_clipping": "auto",
         "bf16": {"enabled": "auto"},
         "fp16": {"enabled": "auto"},

@@ -36,7 +36,7 @@ def test_many_files_open_under_a_low_limit(tmp_path: Path, kind: str) -> None:
     prefixes = [
         test_data.write(tmp_path / f"d{i}", 10, lengths=60, first=i * 7) for i in range(FILES)
     ]
-    shares = {"split": "60,20,20", "data_path": prefixes}
+    shares: dict[str, Any] = {"split": "60,20,20", "data_path": prefixes}
     if kind == "weighted":
         shares["data_path"] = [word for i, p in enumerate(prefixes) for word in (str(i % 3 + 1), p)]
     elif kind == "per split":

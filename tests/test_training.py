@@ -19,6 +19,7 @@ from distributed import run_ranks
 from pretraining import Prepare, Run, command_line, newest, pretrain
 
 import pretrain_edit
+from megatron_edit.engine.trigger import TimeTrigger
 from megatron_edit.run.failure import RankFailedError
 from megatron_edit.run.interval import Totals
 from megatron_edit.run.stop import StopConditions
@@ -307,7 +308,9 @@ def _by_the_clock(lines: list[str]) -> list[Run]:
 
     def prepare(trainer: Trainer) -> None:
         clock = Namespace(now=0.0)
-        trainer.engine.trigger.clock = lambda: clock.now
+        trigger = trainer.engine.trigger
+        assert isinstance(trigger, TimeTrigger)
+        trigger.clock = lambda: clock.now
         trainer.engine._recorder._on_gpu = True
         _spoil(trainer, set(range(4, 1000)), {0, 1})
         step = trainer.step

@@ -9,7 +9,7 @@ import pytest
 from distributed import run_ranks
 from zero_training import ZeroCase, reference, train
 
-ACCUMULATING = {"accumulation": 2, "gradient_checkpointing": True}
+ACCUMULATING: dict[str, Any] = {"accumulation": 2, "gradient_checkpointing": True}
 CASES = {
     "ZeRO-1": ZeroCase(1),
     "ZeRO-1 accumulating": ZeroCase(1, **ACCUMULATING),
@@ -40,10 +40,6 @@ def test_case_equals_reference(name: str) -> None:
     for result in results:
         for parameter, whole in result["whole"].items():
             assert np.abs(whole - anchor[parameter]).max() < 2e-6, parameter
-
-
-def train_small(case: ZeroCase) -> dict[str, Any]:
-    return train(case)
 
 
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])

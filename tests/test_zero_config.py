@@ -45,7 +45,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     (zero(zenflow={"topk_ratio": 0.1}), "zero_optimization.zenflow", "Megatron path"),
     ({"optimizer": {"type": "Muon"}}, "optimizer.type: ", "AdamW"),
     ({"tensor_parallel": {"autotp_size": 2}}, "tensor_parallel: ", "Megatron path"),
-    ({"sequence_parallel_size": 2}, "top-level key", "sequence_parallel_size"),
+    ({"sequence_parallel_size": 2}, "sequence_parallel_size: ", "Megatron path"),
     ({"elasticity": {"enabled": True}}, "elasticity: ", "leave it out"),
     ({"bf16": {"bf16_master_weights_and_grads": True}}, "bf16.bf16_master", "allowed: false"),
     ({"zero_optimisation": {}}, "top-level key", "did you mean 'zero_optimization'?"),

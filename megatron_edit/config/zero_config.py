@@ -199,6 +199,11 @@ REFUSALS: list[tuple[str, Callable[[Json], bool], str]] = [
     ("tensor_parallel", _on("tensor_parallel"), MEGATRON_PATH),
     ("pipeline", _on("pipeline"), MEGATRON_PATH),
     ("expert_parallel", _on("expert_parallel"), MEGATRON_PATH),
+    (
+        "sequence_parallel_size",
+        lambda json: json.get("sequence_parallel_size", 1) > 1,
+        MEGATRON_PATH,
+    ),
     ("compile", lambda json: bool((json.get("compile") or {}).get("deepcompile")), "not supported"),
     (
         "data_types.grad_accum_dtype",
