@@ -26,7 +26,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "engine": ENGINE,
     "backends": BACKENDS,
     "checkpoint": UPPER,
-    "run": UPPER,
+    "run": {"checkpoint", *UPPER},
     "scaling": {"config", *BOTTOM},
     "commands": {"run", "checkpoint", "scaling", *UPPER},
 }
