@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_edit.data.corpus import BadRowError, check_inputs, read_batches
+from megatron_edit.data.pieces import Cut, cut_for, pieces
 from megatron_edit.errors import ConfigurationError, exit_on_configuration_error
 
 END_OF_DOCUMENT = "<|endoftext|>"
@@ -33,12 +34,13 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def texts(args: argparse.Namespace) -> Iterator[str]:
-    """Yields every text of the input."""
+def texts(args: argparse.Namespace, cut: Cut) -> Iterator[str]:
+    """Yields every text of the input, long ones in pieces."""
     for batch in read_batches(args.input, args.json_keys):
         for position in range(len(batch.rows)):
             try:
-                yield from batch.texts(position, args.json_keys)
+                for text in batch.texts(position, args.json_keys):
+                    yield from pieces(text, cut)
             except BadRowError as error:
                 raise ConfigurationError(f"{batch.name(position)}: {error}") from None
 
@@ -70,7 +72,7 @@ def train(args: argparse.Namespace) -> int:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=sys.stderr.isatty(),
     )
-    tokenizer.train_from_iterator(texts(args), trainer)
+    tokenizer.train_from_iterator(texts(args, cut_for(tokenizer)), trainer)
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END_OF_DOCUMENT)
     save(fast, output)
     return len(fast)

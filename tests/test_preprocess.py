@@ -18,6 +18,7 @@ import train_tokenizer
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from megatron_edit.commands import preprocess
+from megatron_edit.data.corpus import BATCH_BYTES, read_batches
 from megatron_edit.data.tokenizer import HuggingFaceTokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -110,6 +111,21 @@ def test_formats_give_the_same_files(
     words = ["--input", source, "--output-prefix", tmp_path / "out", *NULL]
     assert run(monkeypatch, *words) == 0
     assert documents(tmp_path / "out_text_document") == [[1, 2, 3], [4, 5], [6]]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_long_rows_are_handed_on_a_few_at_a_time(tmp_path: Path, kind: str) -> None:
+    rows = [{"text": "x" * (BATCH_BYTES // 2), "other": None}] * 5
+    source = tmp_path / f"in.{kind}"
+    if kind == "parquet":
+        from datasets import Dataset
+
+        Dataset.from_list(rows).to_parquet(source)
+    else:
+        write_jsonl(source, rows)
+    batches = list(read_batches([str(source)], ["text", "other"]))
+    assert [len(batch.rows) for batch in batches] == [2, 2, 1]
+    assert [batch.first for batch in batches] == [1, 3, 5]
 
 
 def test_several_inputs_and_keys(

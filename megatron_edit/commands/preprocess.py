@@ -35,6 +35,7 @@ from megatron_edit.data.corpus import (
     check_txt_document,
     read_batches,
 )
+from megatron_edit.data.pieces import nowhere
 from megatron_edit.data.tokenizer import (
     TOKENIZER_TYPES,
     NullTokenizer,
@@ -44,6 +45,10 @@ from megatron_edit.data.tokenizer import (
 from megatron_edit.errors import ConfigurationError, exit_on_configuration_error
 
 SHOWN_BAD_ROWS = 10
+WHOLE = (
+    "note: where long texts can be cut is not known for this tokenizer, so each document is "
+    "tokenised whole; a worker needs some 200 bytes of memory for each byte of the longest"
+)
 
 
 @dataclass
@@ -82,7 +87,7 @@ class Encoder:
     ) -> None:
         self.tokenizer = tokenizer
         self.keys = keys
-        self.tail = tail
+        self.tail = np.array(tail, np.int32)
         self.dtype = dtype
 
     def __call__(self, batch: Batch) -> Encoded:
@@ -96,12 +101,12 @@ class Encoder:
                 result.bad.append(f"{batch.name(position)}: {error}")
         for column in range(len(self.keys)):
             texts = [row[column] for row in rows if row[column]]
-            documents = self.tokenizer.tokenize_batch(texts) if texts else []
-            filled = [ids + self.tail for ids in documents if ids]
+            filled = [ids for ids in self.tokenizer.tokenize_batch(texts) if ids.size]
             result.empty += len(rows) - len(filled)
             result.text_bytes += sum(len(text.encode()) for text in texts)
-            result.lengths.append([len(ids) for ids in filled])
-            result.ids.append(np.array([i for ids in filled for i in ids], dtype=self.dtype))
+            result.lengths.append([ids.size + self.tail.size for ids in filled])
+            parts = [part for ids in filled for part in (ids, self.tail)]
+            result.ids.append(np.concatenate([self.tail[:0], *parts]).astype(self.dtype))
         if batch.kind != "columns":
             result.input_bytes = sum(map(len, batch.rows))
         return result
@@ -110,7 +115,7 @@ class Encoder:
         if isinstance(self.tokenizer, NullTokenizer):
             for text in texts:
                 try:
-                    self.tokenizer.tokenize(text)
+                    self.tokenizer.tokenize_batch([text])
                 except ValueError as error:
                     raise BadRowError(str(error)) from None
         return texts
@@ -333,6 +338,8 @@ def preprocess(args: argparse.Namespace) -> None:
         warnings.filterwarnings("ignore", message="Transformer Engine and Apex")
         from megatron.core.datasets.indexed_dataset import DType
     dtype = DType.optimal_dtype(tokenizer.vocab_size)
+    if tokenizer.cut is nowhere:
+        print(WHOLE, file=sys.stderr)
     keys = args.json_keys
     start = time.perf_counter()
     writers: list[Writer] = []

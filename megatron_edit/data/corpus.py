@@ -11,7 +11,7 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -192,11 +192,18 @@ def _blocks(rows: Iterable[bytes], size: int) -> Iterator[bytes]:
         yield b"".join(block)
 
 
-def _pack(source: str, kind: str, unit: str, step: int, rows: Iterable[bytes]) -> Iterator[Batch]:
+def _pack(
+    source: str,
+    kind: str,
+    unit: str,
+    step: int,
+    rows: Iterable[Any],
+    size: Callable[[Any], int] = len,
+) -> Iterator[Batch]:
     first, total, batch = 1, 0, []
     for row in rows:
         batch.append(row)
-        total += len(row)
+        total += size(row)
         if len(batch) == BATCH_ROWS or total >= BATCH_BYTES:
             yield Batch(source, kind, unit, first, step, batch)
             first, total, batch = first + len(batch) * step, 0, []
@@ -216,18 +223,9 @@ def _columns(
             stream = datasets.load_dataset(kind, data_files=name, split="train", streaming=True)
         else:
             stream = datasets.load_dataset(name, config, split=split, streaming=True)
-        first = 1
-        for columns in stream.iter(batch_size=BATCH_ROWS):
-            missing = [key for key in keys if key not in columns]
-            if missing:
-                raise ConfigurationError(
-                    f"--json-keys: {name} has no column {missing[0]!r}; it has "
-                    f"{', '.join(sorted(columns))}"
-                )
-            values = zip(*(columns[key] for key in keys), strict=True)
-            rows = [dict(zip(keys, row, strict=True)) for row in values]
-            yield Batch(name, "columns", "row", first, 1, rows)
-            first += len(rows)
+        lots = stream.iter(batch_size=BATCH_ROWS)
+        rows = (row for columns in lots for row in _rows(name, columns, keys))
+        yield from _pack(name, "columns", "row", 1, rows, _characters)
     except ConfigurationError:
         raise
     except Exception as error:
@@ -235,6 +233,22 @@ def _columns(
         reason = str(error).strip().splitlines() or [type(error).__name__]
         known = "no readable file" if kind == "parquet" else "neither a file nor a readable hub set"
         raise ConfigurationError(f"--input: {name!r} is {known}: {reason[0]}") from error
+
+
+def _rows(
+    name: str, columns: dict[str, list[Any]], keys: Sequence[str]
+) -> Iterator[dict[str, Any]]:
+    missing = [key for key in keys if key not in columns]
+    if missing:
+        raise ConfigurationError(
+            f"--json-keys: {name} has no column {missing[0]!r}; it has {', '.join(sorted(columns))}"
+        )
+    for row in zip(*(columns[key] for key in keys), strict=True):
+        yield dict(zip(keys, row, strict=True))
+
+
+def _characters(row: dict[str, Any]) -> int:
+    return sum(len(value) for value in row.values() if isinstance(value, str))
 
 
 def _parse_json(text: str, keys: Sequence[str]) -> list[str]:
