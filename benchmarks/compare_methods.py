@@ -18,9 +18,11 @@ import os
 import re
 import statistics
 from dataclasses import asdict, dataclass
+from datetime import datetime
 from pathlib import Path
 
 from benchmarks.trainings import ARCHITECTURE, ROOT, Trainings
+from megatron_edit.scaling.logs import last_start
 
 LEARNING_RATES = (2e-3, 4e-3, 8e-3)
 MOST_RATES = 5
@@ -88,7 +90,7 @@ class Result:
         tokens_per_s: Over all steps but those of the first log line.
         sent_mb: Megabytes rank 0 sent to other replicas.
         samples: Consumed at each log line.
-        seconds: Training time at each log line.
+        seconds: Time since the last start's first step, at each log line.
         losses: Training loss at each log line.
         anomalies: Excluded (replica, unit) pairs.
     """
@@ -103,34 +105,37 @@ class Result:
 
 
 def parse_log(text: str) -> Result:
-    """Reads the log of a finished run.
+    """Reads the log of a finished run; of several starts in one log, the last.
 
     Raises:
         ValueError: It has not finished.
     """
+    text = last_start(text)
     line = re.compile(
-        r"iteration +(\d+)/.*consumed samples: +(\d+).*iteration \(ms\): ([\d.]+).*"
-        r"lm loss: ([-+\dE.]+|nan|inf).*anomalies: +(\d+)"
+        r"\[([-\d]+ [:.\d]+)\] iteration +(\d+)/.*consumed samples: +(\d+).*iteration \(ms\): "
+        r"([\d.]+).*lm loss: ([-+\dE.]+|nan|inf).*anomalies: +(\d+)"
     )
     rows = [match.groups() for match in line.finditer(text)]
     validation = re.search(r"on validation set \| .*lm loss PPL: ([-+\dE.]+|nan|inf)", text)
     sent = re.search(r"sent to other replicas by rank 0: ([\d.]+) MB", text)
     if validation is None or sent is None or len(rows) < 2:
         raise ValueError("the log has no final validation")
-    samples = [int(row[1]) for row in rows]
-    seconds, before, now = [], 0, 0.0
-    for iteration, _, milliseconds, *_ in rows:
-        now += (int(iteration) - before) * float(milliseconds) / 1e3
-        before = int(iteration)
-        seconds.append(now)
+    begun = re.search(r"starts at step (\d+)", text)
+    samples = [int(row[2]) for row in rows]
+    # A replica that runs by the clock does other numbers of steps than the iterations say, so the
+    # time between two lines is that of their stamps.
+    stamps = [datetime.fromisoformat(row[0]) for row in rows]
+    steps = int(rows[0][1]) - (int(begun[1]) if begun else 0)
+    first = steps * float(rows[0][3]) / 1e3
+    seconds = [first + (stamp - stamps[0]).total_seconds() for stamp in stamps]
     return Result(
         perplexity=float(validation[1]),
         tokens_per_s=(samples[-1] - samples[0]) * SEQUENCE / (seconds[-1] - seconds[0]),
         sent_mb=float(sent[1]),
         samples=samples,
         seconds=seconds,
-        losses=[float(row[3]) for row in rows],
-        anomalies=sum(int(row[4]) for row in rows),
+        losses=[float(row[4]) for row in rows],
+        anomalies=sum(int(row[5]) for row in rows),
     )
 
 

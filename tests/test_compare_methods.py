@@ -24,7 +24,7 @@ from benchmarks.trainings import ROOT
 from megatron_edit.config.methods import PRESETS
 
 LINE = (
-    " [2026-01-31 12:00:00.123456] iteration {iteration:8d}/      40 | consumed samples: "
+    " [2026-01-31 12:00:{second:09.6f}] iteration {iteration:8d}/      40 | consumed samples: "
     "{samples:12d} | elapsed time per iteration (ms): {ms} | learning rate: 3.0E-04 | global batch "
     "size:    16 | lm loss: {loss:.6E} | loss scale: 1.0 | grad norm: 0.812 | number of skipped "
     "iterations:   0 | number of nan iterations:   0 | sync round:    3 | pseudo grad norm: 0.120 "
@@ -36,15 +36,17 @@ sent to other replicas by rank 0: 12.5 MB
 """
 
 
-def log() -> str:
-    rows = [(10, 100.0, 6.0, 0), (20, 200.0, 5.0, 2), (40, 100.0, 4.0, 1)]
-    return (
-        "\n".join(
-            LINE.format(iteration=i, samples=16 * i, ms=ms, loss=loss, anomalies=a)
-            for i, ms, loss, a in rows
-        )
-        + END
-    )
+ROWS = [(10, 1.5, 100.0, 6.0, 0), (20, 3.5, 200.0, 5.0, 2), (40, 5.5, 100.0, 4.0, 1)]
+
+
+def log(rows: list[tuple[int, float, float, float, int]] = ROWS, started: int = 0) -> str:
+    """A start's table and its rows: iteration, second of the stamp, ms a step, loss, anomalies."""
+    head = f"effective configuration (world 2)\nparameters: 10; starts at step {started}\n"
+    lines = [
+        LINE.format(iteration=i, samples=16 * i, second=second, ms=ms, loss=loss, anomalies=a)
+        for i, second, ms, loss, a in rows
+    ]
+    return head + "\n".join(lines) + END
 
 
 def test_a_log_is_read() -> None:
@@ -56,6 +58,21 @@ def test_a_log_is_read() -> None:
     assert result.losses == [6.0, 5.0, 4.0]
     assert result.anomalies == 3
     assert result.tokens_per_s == pytest.approx(480 * 64 / 4)
+
+
+def test_of_a_resumed_run_the_last_start_is_read() -> None:
+    resumed = log([(50, 31.0, 100.0, 3.0, 4), (60, 32.5, 100.0, 2.5, 0)], started=40)
+    result = parse_log(log() + resumed.replace("3.3E+01", "2.2E+01").replace("12.5 MB", "5.0 MB"))
+    assert (result.perplexity, result.sent_mb, result.anomalies) == (22.0, 5.0, 4)
+    assert result.losses == [3.0, 2.5]
+    assert result.seconds == pytest.approx([1.0, 2.5])
+    assert result.tokens_per_s == pytest.approx(160 * 64 / 1.5)
+
+
+def test_of_a_run_by_the_clock_the_time_is_that_of_the_stamps() -> None:
+    # Replica 0 does a third of the steps: 30 of 90 iterations' worth, 100 ms each.
+    result = parse_log(log([(10, 2.0, 100.0, 6.0, 0), (100, 5.0, 100.0, 5.0, 0)]))
+    assert result.tokens_per_s == pytest.approx(90 * 16 * 64 / 3.0)
 
 
 def test_a_log_without_an_end_is_refused() -> None:

@@ -19,10 +19,12 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 import numpy as np
+from pydantic import BaseModel
 
+from megatron_edit.config.json_file import read_json
 from megatron_edit.errors import ConfigurationError, exit_on_configuration_error
 from megatron_edit.scaling.cluster import Cluster, NetworkLink, read_cluster, validated
 from megatron_edit.scaling.command import Parser, write
@@ -32,6 +34,7 @@ from megatron_edit.scaling.forms import Law, PowerForm, ReplicaForm
 from megatron_edit.scaling.json_text import json_text
 from megatron_edit.scaling.penalty import LossPenalty
 from megatron_edit.scaling.planner import Planner
+from megatron_edit.scaling.runs import SYNC
 from megatron_edit.scaling.site_report import SiteReport
 
 MEASURED_MEGABYTES = (1, 64)
@@ -123,9 +126,27 @@ def with_links(cluster: Cluster, path: Path, which: str) -> Cluster:
     """
     if not cluster.sites:
         raise ConfigurationError("--links: applies to sites, the file has devices")
-    link = validated(NetworkLink, _read_json(path), str(path))
+    link = validated(NetworkLink, read_json(path, "--links"), str(path))
     sites = tuple(site.model_copy(update={which: link}) for site in cluster.sites)
     return cluster.model_copy(update={"sites": sites})
+
+
+class FittedLaw(BaseModel):
+    """A law as `fit_scaling_law.py --json` writes it; what else it writes is not needed here."""
+
+    form: str
+    variable: Literal["parameters", "tokens", "compute"] | None
+    theta: tuple[float, ...]
+
+    def is_of(self, form: type[PowerForm] | type[ReplicaForm]) -> bool:
+        """Whether the law is of a form of one variable, with as many parameters as that has."""
+        return self.form == form.name and len(self.theta) == len(form.labels)
+
+
+class FittedLaws(BaseModel):
+    """The laws of one fit by method."""
+
+    laws: dict[str, FittedLaw]
 
 
 def read_penalty(cluster: Cluster, path: Path | None) -> LossPenalty:
@@ -136,33 +157,23 @@ def read_penalty(cluster: Cluster, path: Path | None) -> LossPenalty:
     """
     if path is None:
         return LossPenalty(cluster.assumptions)
-    laws = _read_json(path).get("laws", {})
-    joint = [name for name, law in laws.items() if law.get("form") == "replicas"]
-    sync = laws.get("sync", {})
-    if len(joint) != 1 or sync.get("form") != "power":
+    laws = validated(FittedLaws, read_json(path, "--laws"), f"--laws {path}").laws
+    joint = [law for law in laws.values() if law.is_of(ReplicaForm)]
+    sync = laws.get(SYNC)
+    if len(joint) != 1 or sync is None or not sync.is_of(PowerForm):
         raise ConfigurationError(
             f"--laws {path}: needs a power law of sync and the joint law of one local method; "
             "fit_scaling_law.py --form replicas --json writes them"
         )
-    if sync["variable"] != laws[joint[0]]["variable"]:
+    over = sync.variable
+    if over is None or over != joint[0].variable:
         raise ConfigurationError(f"--laws {path}: the two laws have different variables")
-    over = sync["variable"]
     return LossPenalty(
         cluster.assumptions,
-        Law(PowerForm(over), np.array(sync["theta"])),
-        Law(ReplicaForm(over), np.array(laws[joint[0]]["theta"])),
+        Law(PowerForm(over), np.array(sync.theta)),
+        Law(ReplicaForm(over), np.array(joint[0].theta)),
         str(path),
     )
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigurationError(f"{path}: cannot be read ({error})") from None
-    if not isinstance(values, dict):
-        raise ConfigurationError(f"{path}: holds no JSON object")
-    return values
 
 
 def report_of(args: argparse.Namespace) -> SiteReport | EdgeReport:

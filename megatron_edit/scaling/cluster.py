@@ -262,6 +262,8 @@ def read_cluster(path: Path) -> Cluster:
         raise ConfigurationError(f"{path}: cannot be read ({error})") from None
     except yaml.YAMLError as error:
         raise ConfigurationError(f"{path}: is not YAML: {error}") from None
+    except RecursionError:
+        raise ConfigurationError(f"{path}: nested too deeply for a description") from None
     if not isinstance(values, dict):
         raise ConfigurationError(f"{path}: holds no mapping of name, model, sites or devices")
     return validated(Cluster, values, str(path))

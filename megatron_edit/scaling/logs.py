@@ -1,14 +1,17 @@
 """Runs from the logs of `pretrain_edit.py`: the last validation loss and the configuration.
 
-Read are the table "effective configuration" that every log starts with (or, where a log lacks it,
+A log holds one start or, appended to one another, several: a run and those that resumed it. Read is
+the last start: its table "effective configuration" (or, where a log lacks it,
 `effective_config.json` in the same folder or in a checkpoint below it), the line `parameters: N`,
-and the last `validation loss at iteration ...`.
+and the validation after its last step. That step may be beyond `train_iters`: replicas that run by
+the clock stop only where they meet.
 """
 
-import json
 import re
+from itertools import pairwise
 from pathlib import Path
 
+from megatron_edit.config.json_file import read_json
 from megatron_edit.errors import ConfigurationError
 from megatron_edit.scaling.runs import Run, positive
 
@@ -16,9 +19,11 @@ VALIDATION = re.compile(
     r"validation loss at iteration (?P<iteration>\d+)(?P<where> on \w+ set)? \| "
     r"lm loss value: (?P<loss>\S+)"
 )
-TEST_SET = " on test set"
-PARAMETERS = re.compile(r"^ *parameters: (?P<count>[\d,]+)", re.MULTILINE)
-TABLE_HEAD = "effective configuration"
+VALIDATION_SET, TEST_SET = " on validation set", " on test set"
+PARAMETERS = re.compile(
+    r"^ *parameters: (?P<count>[\d,]+)(; starts at step (?P<step>\d+))?", re.MULTILINE
+)
+TABLE_HEAD = re.compile(r"^[ \t]*effective configuration", re.MULTILINE)
 TABLE_ROW = re.compile(r"^  (?P<name>\S+) +(?P<value>.*?) {2,}(?P<source>\S.*)$")
 NEEDED = ("edit.method", "edit.replicas", "global_batch_size", "seq_length", "train_iters")
 
@@ -33,7 +38,7 @@ def read_logs(paths: list[Path]) -> list[Run]:
 
 
 def read_log(path: Path) -> Run:
-    """Returns the run of one log: its last validation loss, which must be at its last step.
+    """Returns the run of one log.
 
     Raises:
         ConfigurationError: The log cannot be read, lacks something, or is of an unfinished run.
@@ -42,6 +47,7 @@ def read_log(path: Path) -> Run:
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
         raise ConfigurationError(f"{path}: cannot be read ({error})") from None
+    text = last_start(text)
     values = _table(text) or _json_beside(path)
     for name in NEEDED:
         if name not in values:
@@ -56,7 +62,7 @@ def read_log(path: Path) -> Run:
     if not found:
         raise ConfigurationError(f"{path}: no line 'validation loss at iteration N'")
     last, wanted = int(found[-1]["iteration"]), int(values["train_iters"])
-    if last != wanted:
+    if last < wanted or found[-1]["where"] != VALIDATION_SET:
         raise ConfigurationError(
             f"{path}: the run is not finished: last validation at iteration {last} of {wanted}"
         )
@@ -70,14 +76,31 @@ def read_log(path: Path) -> Run:
     )
 
 
+def last_start(text: str) -> str:
+    """Returns the part of a log that its last start wrote, from the table of its configuration on.
+
+    A start that found the run finished and evaluated nothing does not count.
+    """
+    heads = [match.start() for match in TABLE_HEAD.finditer(text)]
+    starts = [text[head:end] for head, end in pairwise([*heads, len(text)])]
+    while len(starts) > 1 and _had_nothing_to_do(starts[-1]):
+        starts.pop()
+    return starts[-1] if starts else text
+
+
+def _had_nothing_to_do(text: str) -> bool:
+    counted, wanted = PARAMETERS.search(text), _table(text).get("train_iters")
+    if counted is None or counted["step"] is None or wanted is None:
+        return False
+    return int(counted["step"]) >= int(wanted) and VALIDATION.search(text) is None
+
+
 def _table(text: str) -> dict[str, str]:
-    """Returns the table "effective configuration" of a log as name -> value; empty if missing."""
-    lines = iter(text.splitlines())
-    for line in lines:
-        if line.strip().startswith(TABLE_HEAD):
-            break
-    values = {}
-    for line in lines:
+    """Returns the table "effective configuration" at the head of a start as name -> value."""
+    values: dict[str, str] = {}
+    if TABLE_HEAD.match(text) is None:
+        return values
+    for line in text.splitlines()[1:]:
         row = TABLE_ROW.match(line)
         if row is None:
             break
@@ -90,8 +113,7 @@ def _json_beside(path: Path) -> dict[str, str]:
     files = sorted(path.parent.glob("**/effective_config.json"), key=lambda p: p.stat().st_mtime)
     if not files:
         return {}
-    try:
-        values = json.loads(files[-1].read_text(encoding="utf-8"))["values"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigurationError(f"{files[-1]}: cannot be read ({error})") from None
+    values = read_json(files[-1]).get("values")
+    if not isinstance(values, dict):
+        raise ConfigurationError(f"{files[-1]}: holds no object 'values'")
     return {name: str(value) for name, value in values.items()}
