@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from command_lines import command_line, refusal
 
+from megatron_edit.checkpoint import files
 from megatron_edit.config.json_file import DEEPEST, parse_json, read_json
 from megatron_edit.data.corpus import BadRowError, _parse_json
 from megatron_edit.errors import ConfigurationError
@@ -132,3 +133,10 @@ def test_laws_of_another_shape_are_refused(
 def test_a_deep_row_of_a_corpus_is_a_bad_row(levels: int) -> None:
     with pytest.raises(BadRowError):
         _parse_json(_nested(levels), ["text"])
+
+
+def test_a_deep_file_of_a_checkpoint_is_damaged(tmp_path: Path) -> None:
+    path = tmp_path / "state.json"
+    path.write_text(_nested(100_000))
+    with pytest.raises(ValueError, match=r"state\.json is damaged: maximum recursion depth"):
+        files.read_json(path, ["step"])

@@ -143,7 +143,7 @@ def read_json(path: Path, keys: Iterable[str]) -> dict[str, Any]:
     """
     try:
         content = json.loads(path.read_text())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is damaged: {error}") from None
     missing = [key for key in keys if not isinstance(content, dict) or key not in content]
     if missing:
