@@ -158,6 +158,11 @@ def test_the_timer_restarts_after_the_meeting() -> None:
     assert trigger.due(2)
     trigger.restart()
     assert not trigger.due(2)
+    trigger.restart(lasted_s=4.0)
+    clock.now += 5.5
+    assert trigger.lasted_s == 9.5 and not trigger.due(2)
+    clock.now += 0.5
+    assert trigger.due(2)
 
 
 def test_all_ranks_hear_of_one_that_wants_to_stop(weights: dict[str, Any]) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+from argparse import Namespace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -18,6 +20,8 @@ from pretraining import Run, command_line, newest, pretrain
 
 from megatron_edit.backends.megatron.optimizer import EDiTDistributedOptimizer
 from megatron_edit.checkpoint import files
+from megatron_edit.engine import rendezvous
+from megatron_edit.engine.trigger import TimeTrigger
 from megatron_edit.run.failure import RankFailedError
 from megatron_edit.run.trainer import Trainer
 
@@ -127,6 +131,48 @@ def test_replicas_that_run_by_the_clock_resume_where_each_was(tmp_path: Path) ->
         assert after.ids[0] == before.ids[steps]
     own = [resumed[rank][0].loaded["counters"] for rank in (0, 1)]
     assert own[0] != own[1]
+
+
+def _on_simulated_clocks(lines: list[str]) -> list[Run]:
+    """A step takes a second on replica 0 and two and a half on replica 1."""
+
+    def run(line: str) -> Run:
+        clock = Namespace(now=0.0)
+
+        def prepare(trainer: Trainer) -> None:
+            step = trainer.step
+
+            def step_on_clock() -> None:
+                step()
+                clock.now += (1.0, 2.5)[trainer.mesh.replica]
+
+            trainer.step = step_on_clock  # type: ignore[method-assign]
+
+        trigger = partial(TimeTrigger, clock=lambda: clock.now)
+        with patch.object(rendezvous, "TimeTrigger", trigger):
+            return pretrain(command_line(line), prepare)
+
+    return [run(line) for line in lines]
+
+
+def test_an_open_round_by_the_clock_goes_on(tmp_path: Path) -> None:
+    # A meeting after ten steps of replica 0 and four of replica 1, every second one with the steps
+    # that make a round. The run is resumed from the first meeting, in the open round.
+    line = (
+        f"{RESUMABLE} --train-iters 30 --edit-method a_edit --edit-sync-seconds 10 "
+        "--edit-min-round-steps 20 --log-interval 1000"
+    )
+    whole = run_ranks(_on_simulated_clocks, 2, [f"{line} --save {tmp_path} --save-interval 1"])
+    step = min(step for step in whole[0][0].saved if step > 4)
+    load = link(tmp_path, step, tmp_path / "load")
+    resumed = run_ranks(_on_simulated_clocks, 2, [f"{line} --load {load}"])
+    for (before,), (after,) in zip(whole, resumed, strict=True):
+        assert after.loaded == before.saved[step]
+        # No round has ended, and every step since the first four is one of the open round's.
+        steps, rounds, in_round = map(int, after.loaded["counters"].split())
+        assert rounds == 0 and in_round == steps - 4
+        assert after.state == before.state
+        assert after.state["counters"].endswith(" 3 0")
 
 
 def test_saving_changes_nothing_that_training_sees(saved: Path, tmp_path: Path) -> None:

@@ -237,6 +237,20 @@ def test_a_replica_that_synchronisations_do_not_help_ends_the_run(tmp_path: Path
     assert np.isfinite(resumed.losses).all()
 
 
+def test_replicas_by_the_clock_go_back_where_they_meet(tmp_path: Path) -> None:
+    line = "--edit-method a_edit --edit-sync-seconds 0.1"
+    stops = "--max-nan-iterations 2 --edit-max-consecutive-rollbacks 1 --train-iters 4000"
+    lines = [f"{line} {stops} --save {tmp_path}", f"{line} --train-iters 1 --load {tmp_path}"]
+    results = run_ranks(_gradient_spoilt, 2, lines)
+    assert [stopped.code for stopped, _ in results] == [1, 1]
+    assert "1 synchronisations in a row did not help" in results[0][0].err
+    assert newest(tmp_path) == sum(stopped.step for stopped, _ in results) // 2
+    for stopped, resumed in results:
+        assert resumed.loaded == stopped.state
+        assert resumed.loaded["parameters"] == resumed.loaded["anchor"]
+        assert resumed.loaded["anchor"] == results[0][0].state["anchor"]
+
+
 def _all_spoilt(lines: list[str]) -> list[Run]:
     spoilt = pretrain(command_line(lines[0]), lambda trainer: _spoil(trainer, {6}, {0, 1}))
     return [spoilt, *_pretrain_all(lines[1:])]

@@ -137,6 +137,7 @@ def load(
     """
     engine = optimizer.engine
     folder = Path(state["folder"])
+    steps, lasted_s = [0] * mesh.replicas, 0.0
     consolidated = True
     if args.finetune or args.no_load_optim:
         source = "anchor" if state["has_anchor"] else f"replica{mesh.replica}.model"
@@ -151,11 +152,12 @@ def load(
         _load_into(folder, own | shared_tensors(optimizer, mesh) | rounds)
         steps = [int(count) for count in rounds.values()]
         engine.steps_in_round = steps[mesh.replica]
+        lasted_s = float(own[f"replica{mesh.replica}.round_seconds"])
         consolidated = not any(steps) and not engine.flying
     if not args.finetune:
         engine.step = state["replica_steps"][mesh.replica]
         engine.round = state["round"]
-        engine.rendezvous.resume(state["replica_steps"])
+        engine.rendezvous.resume(state["replica_steps"], sum(steps), lasted_s)
         if not args.no_load_rng:
             rng = rng_tensors(args.rank)
             _load_into(folder, rng)

@@ -30,6 +30,7 @@ def replica_tensors(optimizer: EDiTDistributedOptimizer, mesh: Mesh) -> dict[str
         f"{prefix}.skipped_steps": optimizer.skipped_steps,
         f"{prefix}.steps_in_round": torch.tensor(optimizer.engine.steps_in_round),
         f"{prefix}.skipped_in_round": optimizer.engine.skipped_in_round,
+        f"{prefix}.round_seconds": torch.tensor(optimizer.engine.rendezvous.lasted_s),
     }
     model = by_name(f"{prefix}.model", optimizer.named_parameters(), mesh)
     moments = by_name(f"{prefix}.optimizer", optimizer.named_moments(), mesh)

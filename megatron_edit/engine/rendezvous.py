@@ -21,6 +21,7 @@ class Rendezvous(Protocol):
         together: Whether all replicas are known to be as far as one another in this step.
         stop: Whether at the last meeting by the clock some replica wanted to stop.
         wants_stop: Whether this rank wants to stop at the next one.
+        lasted_s: Seconds that the open round has lasted by the clock.
     """
 
     @property
@@ -31,11 +32,20 @@ class Rendezvous(Protocol):
     stop: bool
     wants_stop: bool
 
-    def begin(self, step: int) -> None:
-        """Begins the first round of a run: all replicas leave the lockstep phase, or resume."""
+    @property
+    def lasted_s(self) -> float: ...
 
-    def resume(self, replica_steps: list[int]) -> None:
-        """Takes up the inner steps of each replica from a checkpoint."""
+    def begin(self, step: int) -> None:
+        """Begins a round that follows no synchronisation; all replicas together."""
+
+    def resume(self, replica_steps: list[int], steps_in_round: int, lasted_s: float) -> None:
+        """Goes on with the open round of a checkpoint.
+
+        Args:
+            replica_steps: Inner steps of each replica.
+            steps_in_round: Inner steps of all replicas in the open round.
+            lasted_s: Seconds that the round has lasted here.
+        """
 
     def due(self, step: int, steps_in_round: int) -> bool:
         """Whether this replica sets out now, after so many inner steps of the run and the round."""
@@ -68,6 +78,7 @@ class InStep:
     together = True
     stop = False
     wants_stop = False
+    lasted_s = 0.0
 
     def __init__(self, trigger: Trigger, replicas: int) -> None:
         self.trigger, self._replicas = trigger, replicas
@@ -75,7 +86,7 @@ class InStep:
     def begin(self, step: int) -> None:
         """Nobody has to be asked."""
 
-    def resume(self, replica_steps: list[int]) -> None:
+    def resume(self, replica_steps: list[int], steps_in_round: int, lasted_s: float) -> None:
         """There is nothing that the step does not tell."""
 
     def due(self, step: int, steps_in_round: int) -> bool:
@@ -117,13 +128,19 @@ class ByClock:
         self.wants_stop = False
 
     def begin(self, step: int) -> None:
-        gathered = self._mesh.peers.all_gather_on_host([float(step)], "beginning the first round")
+        gathered = self._mesh.peers.all_gather_on_host([float(step)], "beginning a round")
         self.steps = [int(row[0]) for row in gathered]
         self._steps_at_round = sum(self.steps)
         self.trigger.restart()
 
-    def resume(self, replica_steps: list[int]) -> None:
+    def resume(self, replica_steps: list[int], steps_in_round: int, lasted_s: float) -> None:
         self.steps = list(replica_steps)
+        self._steps_at_round = sum(replica_steps) - steps_in_round
+        self.trigger.restart(lasted_s)
+
+    @property
+    def lasted_s(self) -> float:
+        return self.trigger.lasted_s
 
     def due(self, step: int, steps_in_round: int) -> bool:
         """Whether this replica sets out now: its first rank's clock decides for all its ranks."""

@@ -182,6 +182,8 @@ class SyncEngine:
             state.unit.copy_from(state.anchor)
         self._backend.flush()
         self.steps_in_round = 0
+        self.skipped_in_round.zero_()
+        self.rendezvous.begin(self.step)
         self._recorder.drain()
 
     def records(self) -> list[SyncRecord]:

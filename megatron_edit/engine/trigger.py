@@ -64,11 +64,21 @@ class TimeTrigger:
             return False
         return self._hurried or self.clock() - self._since_s >= self.sync_seconds
 
-    def restart(self) -> None:
-        """Begins a round. To be called after the replicas have met: a timer that counted the wait
-        for the slowest would call the fast replica to the next meeting ever earlier."""
-        self._since_s = self.clock()
+    def restart(self, lasted_s: float = 0.0) -> None:
+        """Begins a round, or goes on with one. To be called after the replicas have met: a timer
+        that counted the wait for the slowest would call the fast replica to the next meeting ever
+        earlier.
+
+        Args:
+            lasted_s: Seconds that the round has lasted.
+        """
+        self._since_s = self.clock() - lasted_s
         self._hurried = False
+
+    @property
+    def lasted_s(self) -> float:
+        """Seconds that the open round has lasted."""
+        return 0.0 if self._since_s is None else self.clock() - self._since_s
 
     def hurry(self) -> None:
         """Ends the round with the next step."""
