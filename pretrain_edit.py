@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from argparse import Namespace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -39,6 +40,7 @@ def pretrain(args: Namespace) -> int:
     from megatron_edit.backends.megatron.build import get_edit_model_and_optimizer
     from megatron_edit.backends.megatron.model import build_model, count_parameters
     from megatron_edit.checkpoint import checkpoint
+    from megatron_edit.checkpoint.settings import settle_settings
     from megatron_edit.checkpoint.state import check_data, read_state
     from megatron_edit.data.datasets import build_datasets, data_identity
     from megatron_edit.data.tokenizer import build_tokenizer, model_vocab_size
@@ -50,6 +52,8 @@ def pretrain(args: Namespace) -> int:
     args.padded_vocab_size = model_vocab_size(args, tokenizer)
     args.sources["padded_vocab_size"] = "computed"
     state = read_state(args)
+    if state is not None and not args.finetune:
+        settle_settings(args, Path(state["folder"]))
     first_step = 0 if state is None or args.finetune else state["step"]
 
     mesh = set_up(args)

@@ -51,6 +51,7 @@ def loadable(saved: Path, tmp_path: Path) -> Path:
     path = folder / "iter_0000006" / "state.json"
     state = json.loads(path.read_text())
     state["layout"]["shard_size"] = 2
+    state["global_batch_size"] = 8
     path.write_text(json.dumps(state))
     return folder
 
@@ -170,7 +171,10 @@ def test_other_data_are_refused_unless_wanted(tmp_path: Path) -> None:
         "wanted": f"{load} --data-path {second} --override-data-path",
         "finetune": f"{load} --data-path {second} --finetune",
         "batch": f"{load} --data-path {first} --global-batch-size 4",
-        "batch wanted": f"{load} --data-path {first} --global-batch-size 4 --override-data-path",
+        "batch wanted": (
+            f"{load} --data-path {first} --global-batch-size 4 --override-data-path "
+            "--override-opt_param-scheduler"
+        ),
     }
     ((*runs,),) = run_ranks(_pretrain_all, 1, list(lines.values()))
     run = dict(zip(lines, runs, strict=True))

@@ -141,6 +141,17 @@ BAD_ARGUMENTS = [
     ("--split 100,0,0", "", ["empty validation split: --split 100,0,0 and --eval-iters 100"]),
     ("--finetune", "", ["--finetune needs --load"]),
     ("--override-data-path", "", ["--override-data-path needs --load"]),
+    ("--override-opt_param-scheduler", "", ["--override-opt_param-scheduler needs --load"]),
+    (
+        "--load x --finetune --use-checkpoint-opt_param-scheduler",
+        "",
+        ["--use-checkpoint-opt_param-scheduler and --finetune exclude each other; give one"],
+    ),
+    (
+        "--load x --override-opt_param-scheduler --use-checkpoint-opt_param-scheduler",
+        "",
+        ["and --override-opt_param-scheduler exclude each other; give one"],
+    ),
     ("--save-interval 5", "", ["--save-interval needs --save"]),
     ("--distributed-backend mpi", "", ["--distributed-backend: got 'mpi'; allowed: one of nccl"]),
     ("--wandb-project demo", "", ["wandb is enabled and the package wandb is not installed"]),

@@ -79,6 +79,7 @@ def read_state(args: Namespace) -> dict[str, Any] | None:
                     f"--load: the checkpoint in {args.load} has {name} {saved}, this run has "
                     f"{given}; allowed: the same {what}"
                 )
+    _check_batch(args, state)
     _check_phase(args, state)
     return state
 
@@ -92,6 +93,18 @@ def _read_whole(root: Path) -> dict[str, Any]:
     state = read_json(folder / STATE, KEYS)
     check_files(folder)
     return {**state, "folder": str(folder)}
+
+
+def _check_batch(args: Namespace, state: dict[str, Any]) -> None:
+    """Refuses to count samples in other steps, unless told to."""
+    if args.finetune or args.override_data_path:
+        return
+    if state["global_batch_size"] != args.global_batch_size:
+        raise ConfigurationError(
+            f"--global-batch-size {args.global_batch_size}: the checkpoint in {args.load} has "
+            f"{state['global_batch_size']}, by which its steps count samples; allowed: the same; "
+            "or --override-data-path"
+        )
 
 
 def _check_phase(args: Namespace, state: dict[str, Any]) -> None:
@@ -119,7 +132,7 @@ def check_data(args: Namespace, state: dict[str, Any] | None, data: str) -> None
     length of the run.
 
     Raises:
-        ConfigurationError: The data, or the samples of a step, differ.
+        ConfigurationError: The data differ.
     """
     if state is None or args.finetune or args.override_data_path:
         return
@@ -127,12 +140,6 @@ def check_data(args: Namespace, state: dict[str, Any] | None, data: str) -> None
         raise ConfigurationError(
             f"--data-path: the data differ from those of the checkpoint in {args.load}; allowed: "
             "the same files, weights, split, sequence length and seed; or --override-data-path"
-        )
-    if state["global_batch_size"] != args.global_batch_size:
-        raise ConfigurationError(
-            f"--global-batch-size {args.global_batch_size}: the checkpoint in {args.load} has "
-            f"{state['global_batch_size']}, by which its steps count samples; allowed: the same; "
-            "or --override-data-path"
         )
     if state["train_samples"] != args.train_samples and args.rank == 0:
         print(

@@ -256,7 +256,7 @@ def describe(args: argparse.Namespace) -> str:
 
     Before it stands a line on the keys of the JSON that do nothing, if there are any.
     """
-    rows = [(name, _as_text(value), args.sources[name]) for name, value in _values(args).items()]
+    rows = [(name, as_text(value), args.sources[name]) for name, value in _values(args).items()]
     name_width = max(len(name) for name, _, _ in rows)
     value_width = max(len(value) for _, value, _ in rows)
     lines = [f"  {name:<{name_width}}  {value:<{value_width}}  {src}" for name, value, src in rows]
@@ -264,7 +264,8 @@ def describe(args: argparse.Namespace) -> str:
     return "\n".join(filter(None, [without_effect(args.ds_config), *table]))
 
 
-def _as_text(value: object) -> str:
+def as_text(value: object) -> str:
+    """Returns a value as the table of settings shows it."""
     return " ".join(map(str, value)) if isinstance(value, list) else show(value) or "''"
 
 

@@ -25,6 +25,10 @@ REQUIRED = [
     "lr",
     "tokenizer_type",
 ]
+NEED_LOAD = (
+    "no_load_optim", "no_load_rng", "finetune", "override_data_path",
+    "override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler",
+)  # fmt: skip
 TRACKER_FILE = "latest_checkpointed_iteration.txt"
 
 
@@ -332,9 +336,15 @@ def available_transformer_impl() -> str:
 
 def check_checkpoint(args: argparse.Namespace) -> None:
     """Refuses checkpoint flags without a folder, an empty `--load` and an unwritable `--save`."""
-    for name in ("no_load_optim", "no_load_rng", "finetune", "override_data_path"):
+    for name in NEED_LOAD:
         if getattr(args, name) and args.load is None:
             raise ConfigurationError(f"{FLAG_NAMES[name]} needs --load")
+    for name in ("override_opt_param_scheduler", "finetune"):
+        if getattr(args, name) and args.use_checkpoint_opt_param_scheduler:
+            raise ConfigurationError(
+                f"--use-checkpoint-opt_param-scheduler and {FLAG_NAMES[name]} exclude each other; "
+                "give one"
+            )
     if args.save_interval is not None and args.save is None:
         raise ConfigurationError("--save-interval needs --save")
     if args.load is not None and not (Path(args.load) / TRACKER_FILE).is_file():

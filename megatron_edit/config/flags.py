@@ -231,6 +231,14 @@ FLAGS: dict[str, list[Flag]] = {
         Flag("--save-interval", "Steps between two checkpoints.", None, _positive),
         _switch("--no-load-optim", "Leave out the optimizer state on --load."),
         _switch("--no-load-rng", "Leave out the random state on --load."),
+        _switch(
+            "--override-opt_param-scheduler",
+            "Go on with this run's schedule of learning rate and weight decay.",
+        ),
+        _switch(
+            "--use-checkpoint-opt_param-scheduler",
+            "Go on with the checkpoint's schedule of learning rate and weight decay.",
+        ),
         _switch("--finetune", "Load the parameters alone and start at step 0."),
     ],
     "evaluation and logging": [

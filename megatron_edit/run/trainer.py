@@ -19,6 +19,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron_edit.backends.megatron.data_parallel import EDiTDataParallel
 from megatron_edit.backends.megatron.model import flops_per_token
 from megatron_edit.backends.megatron.optimizer import EDiTDistributedOptimizer
+from megatron_edit.config.schedule import schedule
 from megatron_edit.data.datasets import train_iterator, validation_iterator, validation_order
 from megatron_edit.engine.record import SyncRecord
 from megatron_edit.platform import cpu
@@ -47,20 +48,17 @@ def build_scheduler(
     args: Namespace, optimizer: EDiTDistributedOptimizer
 ) -> OptimizerParamScheduler:
     """Megatron's learning-rate schedule, counted in samples of all replicas."""
-    decay = args.lr_decay_iters * args.global_batch_size
-    warmup = args.lr_warmup_iters * args.global_batch_size
-    if args.lr_warmup_fraction is not None:
-        warmup = int(args.lr_warmup_fraction * decay)
+    plan = schedule(vars(args))
     return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
-        max_lr=args.lr,
-        min_lr=args.min_lr,
-        lr_warmup_steps=warmup,
-        lr_decay_steps=decay,
-        lr_decay_style=args.lr_decay_style,
-        start_wd=args.weight_decay,
-        end_wd=args.weight_decay,
+        max_lr=plan["lr"],
+        min_lr=plan["min_lr"],
+        lr_warmup_steps=plan["lr_warmup_samples"],
+        lr_decay_steps=plan["lr_decay_samples"],
+        lr_decay_style=plan["lr_decay_style"],
+        start_wd=plan["weight_decay"],
+        end_wd=plan["weight_decay"],
         wd_incr_steps=args.train_iters * args.global_batch_size,
         wd_incr_style="constant",
     )
