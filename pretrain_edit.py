@@ -81,10 +81,7 @@ def pretrain(args: Namespace) -> int:
 
     with located(lambda: f"{who}, {trainer.whereabouts}", peers):
         if consolidated and trainer.finished:
-            monitor.say(
-                f"the run in {args.load} is finished, step {trainer.iteration} of "
-                f"{args.train_iters}: nothing is trained, nothing is saved"
-            )
+            monitor.finished_before(trainer.iteration)
             evaluate_result(args, trainer, monitor)
             return 0
         stop = train(args, trainer, monitor, conditions, saver)

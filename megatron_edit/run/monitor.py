@@ -129,6 +129,13 @@ class Monitor:
         else:
             self.say(f"stopped at step {step}: {stop.reason}")
 
+    def finished_before(self, step: int) -> None:
+        """Says that the checkpoint which was loaded is the end of its run."""
+        self.say(
+            f"the run in {self._args.load} is finished, step {step} of {self._args.train_iters}: "
+            "nothing is trained, nothing is saved"
+        )
+
     def say(self, text: str, file: TextIO | None = None) -> None:
         """Prints on rank 0."""
         if self._args.rank == 0:
