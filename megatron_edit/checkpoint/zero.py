@@ -105,7 +105,6 @@ class ZeroCheckpoints:
         own = self._own_folder(load_dir) if same else root
         path, client_state = self._load(str(own), tag, **arguments)
         self._sync.step, self._sync.round = state["step"], state["round"]
-        self._sync.rendezvous.resume([state["step"]] * self._mesh.replicas)
         if state["has_anchor"]:
             self._sync.create_anchor(verify=False)
             self._take_shared(state["shared"])
