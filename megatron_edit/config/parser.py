@@ -2,7 +2,7 @@
 
 import argparse
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from megatron_edit.config.edit_config import (
@@ -15,7 +15,6 @@ from megatron_edit.config.edit_config import (
 )
 from megatron_edit.config.flags import (
     ATORCH_ALIASES,
-    FLAG_NAMES,
     FLAGS,
     Flag,
     one_of,
@@ -24,6 +23,11 @@ from megatron_edit.config.refused_flags import why_refused
 from megatron_edit.errors import ConfigurationError, did_you_mean
 
 OUTER_OPTIMIZER = "--outer-optimizer"
+Tables = Mapping[str, Sequence[Flag]]
+
+
+def _nowhere(flag: str) -> str | None:
+    return None
 
 
 class _Parser(argparse.ArgumentParser):
@@ -57,14 +61,17 @@ class _SetField(argparse.Action):
         flags_seen[self.field_name] = (flag, value)
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """Returns the parser of all flags; it leaves out of the namespace what is not given."""
+def build_parser(tables: Tables = FLAGS) -> argparse.ArgumentParser:
+    """Returns the parser of the flags of some tables, and of `EditConfig`.
+
+    It leaves out of the namespace what is not given.
+    """
     parser = _Parser(
-        description="Pretrain a Llama-style model with EDiT.",
+        description="Pre-trains a language model with EDiT.",
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
     )
-    for title, flags in FLAGS.items():
+    for title, flags in tables.items():
         group = parser.add_argument_group(title)
         for flag in flags:
             _add_flag(group, flag)
@@ -118,11 +125,15 @@ def _add_aliases(group: argparse._ArgumentGroup) -> None:
 
 def parse_flags(
     argv: Sequence[str] | None,
+    tables: Tables = FLAGS,
+    elsewhere: Callable[[str], str | None] = _nowhere,
 ) -> tuple[dict[str, Any], dict[str, object], list[str]]:
     """Parses a command line.
 
     Args:
         argv: The arguments; None takes them from `sys.argv`.
+        tables: The flags there are.
+        elsewhere: Says of a flag of another program of ours why it is none here.
 
     Returns:
         The values given, by their name in the namespace, those of `EditConfig` by field, and what
@@ -131,22 +142,27 @@ def parse_flags(
     Raises:
         ConfigurationError: A value that its flag does not allow.
     """
-    parser = build_parser()
+    parser = build_parser(tables)
     known = argparse.Namespace(edit_flags={})
     known, unknown = parser.parse_known_args(argv, known)
     given = vars(known)
     edit_values = {name: value for name, (_, value) in given.pop("edit_flags").items()}
     given.pop("outer_optimizer", None)
-    return given, edit_values, unknown_arguments(unknown)
+    return given, edit_values, unknown_arguments(unknown, tables, elsewhere)
 
 
-def known_flags() -> list[str]:
+def known_flags(tables: Tables = FLAGS) -> list[str]:
     """Returns every flag the parser accepts."""
     edit_flags = map(flag_name, EditConfig.model_fields)
-    return [*FLAG_NAMES.values(), *edit_flags, *ATORCH_ALIASES, OUTER_OPTIMIZER]
+    named = [flag.name for flags in tables.values() for flag in flags]
+    return [*named, *edit_flags, *ATORCH_ALIASES, OUTER_OPTIMIZER]
 
 
-def unknown_arguments(words: Sequence[str]) -> list[str]:
+def unknown_arguments(
+    words: Sequence[str],
+    tables: Tables = FLAGS,
+    elsewhere: Callable[[str], str | None] = _nowhere,
+) -> list[str]:
     """Returns what is to be said of the words of a command line that no flag took.
 
     Words that are no flags are only spoken of where no unknown flag may have brought them.
@@ -154,15 +170,17 @@ def unknown_arguments(words: Sequence[str]) -> list[str]:
     flags = dict.fromkeys(word.split("=")[0] for word in words if _looks_like_flag(word))
     if not flags:
         return [f"unexpected argument {word!r}; no flag takes it" for word in words]
-    return [_unknown_flag(flag) for flag in flags]
+    return [_unknown_flag(flag, known_flags(tables), elsewhere) for flag in flags]
 
 
 def _looks_like_flag(word: str) -> bool:
     return re.match(r"--?[a-zA-Z]", word) is not None
 
 
-def _unknown_flag(flag: str) -> str:
-    hint = did_you_mean(flag, known_flags())
+def _unknown_flag(flag: str, known: Sequence[str], elsewhere: Callable[[str], str | None]) -> str:
+    if why := elsewhere(flag):
+        return f"{flag}: {why}"
+    hint = did_you_mean(flag, known)
     if not hint and (why := why_refused(flag)):
         return f"{flag}: {why}"
     return f"unknown flag {flag}{hint or '; --help lists the known ones'}"
