@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import time
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ import pretrain_edit
 from megatron_edit.engine.trigger import TimeTrigger
 from megatron_edit.run.failure import RankFailedError
 from megatron_edit.run.interval import Totals
+from megatron_edit.run.step_clock import StepClock
 from megatron_edit.run.stop import StopConditions
 from megatron_edit.run.trainer import Trainer
 
@@ -438,12 +438,48 @@ def test_the_exit_interval_ends_and_a_resumed_run_gets_on(tmp_path: Path) -> Non
 # --- time
 
 
-def test_what_happens_between_steps_is_not_their_time() -> None:
-    trainer = Trainer.__new__(Trainer)
-    trainer._totals = Namespace(started_s=10.0)  # type: ignore[assignment]
-    with (
-        patch.object(time, "perf_counter", side_effect=[20.0, 27.5]),
-        trainer.outside_of_steps("evaluation"),
-    ):
-        assert trainer.phase == "evaluation"
-    assert trainer._totals.started_s == 17.5
+class FakeDevice:
+    """Works behind the host: 30 ms for each step, which the host hands over in 1 ms."""
+
+    def __init__(self) -> None:
+        self.now_s = self._busy_until_s = 0.0
+
+    def take_step(self) -> None:
+        self.now_s += 0.001
+        self._busy_until_s = max(self._busy_until_s, self.now_s) + 0.03
+
+    def wait(self) -> None:
+        self.now_s = max(self.now_s, self._busy_until_s)
+
+
+def _train_on_a_slow_device(line: str) -> tuple[list[float], float]:
+    """Times of a step at the log lines, and what the clock shows after an evaluation of 5 s."""
+    device = FakeDevice()
+    trainers = []
+
+    def prepare(trainer: Trainer) -> None:
+        trainers.append(trainer)
+        trainer.clock = StepClock(device.wait, lambda: device.now_s)
+        step, evaluate = trainer.step, trainer._evaluate
+
+        def slow_step() -> None:
+            step()
+            device.take_step()
+
+        def long_evaluation(dataset: Any) -> list[float]:
+            device.now_s += 5
+            return evaluate(dataset)
+
+        trainer.step = slow_step  # type: ignore[method-assign]
+        trainer._evaluate = long_evaluation  # type: ignore[method-assign]
+
+    return values(pretrain(command_line(line), prepare), "elapsed"), trainers[0].clock.seconds()
+
+
+def test_a_step_is_over_when_the_device_has_done_it() -> None:
+    line = "--edit-replicas 1 --log-interval 4 --eval-interval 6 --eval-iters 1"
+    ((elapsed, left_s),) = run_ranks(_train_on_a_slow_device, 1, line)
+    # 4 steps of 30 ms and 1 ms before the first; the evaluation is nobody's time, and at its
+    # beginning the device is waited for once more.
+    assert elapsed == pytest.approx([30.25, 30.5, 30.25], abs=0.06)
+    assert left_s == 0

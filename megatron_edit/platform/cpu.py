@@ -121,3 +121,9 @@ def device() -> torch.device:
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
+
+
+def wait_for_device() -> None:
+    """Returns when the GPU, if there is one, has done all it was given."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -61,7 +60,6 @@ class Totals:
     skipped_before: torch.Tensor
     steps: int = 0
     exposed_ms: float = 0.0
-    started_s: float = field(default_factory=time.perf_counter)
 
     def add(self, loss: torch.Tensor, bad: torch.Tensor) -> None:
         """Adds the mean loss of a step, and whether it was a nan iteration; 0-dim."""

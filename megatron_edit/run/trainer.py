@@ -27,6 +27,7 @@ from megatron_edit.replicas.mesh import Mesh
 from megatron_edit.run.faults import Injection
 from megatron_edit.run.interval import Interval, Totals
 from megatron_edit.run.nan_rows import NanRow, NanRows
+from megatron_edit.run.step_clock import StepClock
 
 Batches = Iterator[dict[str, torch.Tensor]]
 
@@ -98,6 +99,7 @@ class Trainer:
         iteration: Global batches that all replicas together have trained on, as of the last step
             in which they knew of one another. Without the time trigger that is every step.
         phase: What this rank is doing, for the message when it fails.
+        clock: Measures steps.
     """
 
     def __init__(
@@ -115,6 +117,7 @@ class Trainer:
         self.injection = Injection(args.edit, mesh)
         self.iteration = self._before = self._iteration()
         self.phase = "start"
+        self.clock = StepClock(cpu.wait_for_device)
         self._learning_rate = 0.0
         self._grad_norm = torch.zeros((), device=self.engine.device)
         delay_steps = args.edit.delay_steps
@@ -129,6 +132,7 @@ class Trainer:
             self._train_batches() if self._reads_data(chunk) else None for chunk in self.chunks
         ]
         self._totals = self._new_totals()
+        self.clock.restart()
 
     def _train_batches(self) -> Batches:
         batches = train_iterator(
@@ -234,7 +238,7 @@ class Trainer:
         )
         # A replica without a finite step in the interval has no loss to report.
         losses = torch.where(finite > 0, loss / finite, torch.nan)
-        step_s = (time.perf_counter() - totals.started_s) / max(totals.steps, 1)
+        step_s = self.clock.seconds() / max(totals.steps, 1)
         tokens_per_rank = self.args.global_batch_size * self.args.seq_length / self.args.world_size
         result = Interval(
             iteration=self.iteration,
@@ -252,15 +256,15 @@ class Trainer:
         )
         self._totals = self._new_totals()
         self._nan_rows.restart()
+        self.clock.restart()
         return result
 
     @contextmanager
     def outside_of_steps(self, phase: str) -> Iterator[None]:
         """Context of what a loop does between steps; its time is not counted as theirs."""
         self.phase = phase
-        started_s = time.perf_counter()
-        yield
-        self._totals.started_s += time.perf_counter() - started_s
+        with self.clock.paused():
+            yield
 
     def synchronize(self) -> None:
         """Synchronises the replicas now: the end of training."""
