@@ -17,7 +17,7 @@ import torch.distributed as dist
 from megatron_edit.config.arguments import describe, parse_args
 from megatron_edit.errors import exit_on_configuration_error
 from megatron_edit.run.exit_agreement import build_agreement
-from megatron_edit.run.failure import HostPeers, exit_on_failure, located
+from megatron_edit.run.failure import HostPeers, exit_on_failure, located, watching
 from megatron_edit.run.stop import Stop, StopConditions, nan_limit, rollback_limit
 
 if TYPE_CHECKING:
@@ -79,7 +79,10 @@ def pretrain(args: Namespace) -> int:
         conditions = StopConditions(args, build_agreement(args, first_step), first_step)
         monitor.say(f"parameters: {count_parameters(args):,}; starts at step {first_step}")
 
-    with located(lambda: f"{who}, {trainer.whereabouts}", peers):
+    def where() -> str:
+        return f"{who}, {trainer.whereabouts}"
+
+    with watching(where, mesh.peers.watch, peers), located(where, peers):
         if consolidated and trainer.finished:
             monitor.finished_before(trainer.iteration)
             evaluate_result(args, trainer, monitor)

@@ -19,9 +19,14 @@ import torch
 import torch.distributed as dist
 
 from megatron_edit.replicas.groups import host_group
+from megatron_edit.replicas.watch import Watch
 
 # Told of each collective that has been waited for: its name, milliseconds since its start, bytes.
 Observer = Callable[[str, float, int], None]
+
+
+# 100 Mbit/s a rank: a link below it is not one to synchronise a model of any size over.
+SLOWEST_BYTES_PER_S = 12.5e6
 
 
 class PeerError(RuntimeError):
@@ -94,6 +99,8 @@ class PeerGroup:
 
     Attributes:
         sent_bytes: What this rank has sent to other replicas so far, as a ring sends it.
+        on_collective: Told of each collective that has been waited for.
+        watch: Over collectives whose failure a wait for them does not show.
     """
 
     def __init__(self, channels: PeerChannels | None, ranks: list[int], replica: int) -> None:
@@ -103,6 +110,23 @@ class PeerGroup:
         self.rank = replica
         self.sent_bytes = 0.0
         self.on_collective: Observer | None = None
+        self.watch = Watch()
+        self._payload_timeout = timedelta() if channels is None else channels.timeout
+
+    def allow_for(self, size: int) -> None:
+        """Lengthens the time-out of payloads by the time that so many bytes take on a slow link.
+
+        All payloads of a synchronisation may start at once. They go one after another, and the
+        time-out of the last counts from when it was started, not from when its turn has come.
+
+        Args:
+            size: Bytes of all tensors that may be under way together.
+        """
+        if self._channels is not None:
+            sent = size * 2 * (self.size - 1) / self.size
+            queue = timedelta(seconds=sent / SLOWEST_BYTES_PER_S)
+            self._payload_timeout = self._channels.timeout + queue
+            self._channels.payload.set_timeout(self._payload_timeout)
 
     def all_reduce(self, flat: torch.Tensor, phase: str) -> Pending:
         """Starts summing ``flat`` (1-D, in place) over the replicas.
@@ -118,7 +142,7 @@ class PeerGroup:
         started_s = time.perf_counter()
         with self._named(phase):
             work = dist.all_reduce(flat, group=self._channels.payload, async_op=True)
-        return _Work(self, work, phase, "all_reduce", flat, started_s)
+        return self._started(work, self._channels.payload, phase, "all_reduce", flat, started_s)
 
     def start_all_to_all(self, flat: torch.Tensor, phase: str) -> Gathering:
         """Starts sending the i-th of R equal parts of ``flat`` to replica i.
@@ -139,7 +163,9 @@ class PeerGroup:
             work = dist.all_to_all_single(
                 received, flat, group=self._channels.payload, async_op=True
             )
-        pending = _Work(self, work, phase, "all_to_all_single", received, started_s)
+        pending = self._started(
+            work, self._channels.payload, phase, "all_to_all_single", received, started_s
+        )
         return Gathering(pending, received.view(self.size, -1))
 
     def all_gather(self, values: torch.Tensor, phase: str) -> torch.Tensor:
@@ -200,7 +226,7 @@ class PeerGroup:
         started_s = time.perf_counter()
         with self._named(phase):
             work = dist.all_gather_single(gathered, values.contiguous(), group=group, async_op=True)
-        pending = _Work(self, work, phase, "all_gather_into_tensor", gathered, started_s)
+        pending = self._started(work, group, phase, "all_gather_into_tensor", gathered, started_s)
         return Gathering(pending, gathered.view(self.size, -1))
 
     def _observe(self, operation: str, started_s: float, tensor: torch.Tensor) -> None:
@@ -217,10 +243,27 @@ class PeerGroup:
         try:
             yield
         except RuntimeError as error:
-            raise PeerError(
-                f"{phase} failed in the peer group of replica {self.rank} "
-                f"(ranks {self.ranks}): {error}"
-            ) from error
+            raise PeerError(f"{self._failed(phase)}: {error}") from error
+
+    def _failed(self, phase: str) -> str:
+        return f"{phase} failed in the peer group of replica {self.rank} (ranks {self.ranks})"
+
+    def _started(
+        self,
+        work: dist.Work,
+        channel: dist.ProcessGroup,
+        phase: str,
+        operation: str,
+        tensor: torch.Tensor,
+        started_s: float,
+    ) -> Pending:
+        """The handle of a collective that was just started, which is watched where need be."""
+        if dist.get_backend(channel) == dist.Backend.NCCL:
+            assert self._channels is not None
+            payload = channel is self._channels.payload
+            timeout = self._payload_timeout if payload else self._channels.timeout
+            self.watch.add(work.get_future_result(), self._failed(phase), timeout)
+        return _Work(self, work, phase, operation, tensor, started_s)
 
 
 class _Done:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
+import threading
 import time
 import traceback
 import zlib
@@ -21,12 +22,15 @@ import torch.distributed as dist
 
 from megatron_edit.errors import CheckpointError, ConfigurationError
 from megatron_edit.replicas.peers import PeerError
+from megatron_edit.replicas.watch import Watch
 
 # A killed process closes its connections a moment before it counts as dead.
 GONE_WITHIN_S = 0.5
 # Ranks that fail because of another stay that long, so that the rest find that one alone gone and
 # the launcher passes its exit code on.
 STAYS_S = 2.0
+# Between two looks at the collectives under way.
+LOOKS_EVERY_S = 0.5
 _COMMUNICATION = ("gloo/transport", "nccl", "connection", "broken pipe", "timed out", "socket")
 
 
@@ -91,9 +95,44 @@ def located(where: Callable[[], str], peers: HostPeers) -> Iterator[None]:
         # Group and phase are in the message of a PeerError, the type of another error helps.
         kind = "" if is_communication(error) else f"{type(error).__name__}: "
         message = f"{where()}: {kind}{lines[0]}"
-        if gone := peers.gone() if is_communication(error) else []:
-            message += f"; gone on this host: rank {', '.join(map(str, gone))}"
+        if is_communication(error):
+            message += _gone(peers)
         raise RankFailedError(message) from error
+
+
+@contextmanager
+def watching(where: Callable[[], str], watch: Watch, peers: HostPeers) -> Iterator[None]:
+    """Has a thread say, in the words of :func:`located`, which collective of the block has failed.
+
+    With NCCL the failing rank itself never gets to say it: it is blocked until NCCL's watchdog ends
+    the process. That is left to the watchdog, which first writes the flight recorder's file.
+
+    Args:
+        where: As for :func:`located`.
+        watch: Over the collectives.
+        peers: The ranks of this host.
+    """
+    over = threading.Event()
+
+    def look() -> None:
+        while not over.wait(LOOKS_EVERY_S):
+            if (trouble := watch.trouble()) is not None:
+                line = f"error: {where()}: {trouble}{_gone(peers)}"
+                print(line, file=sys.stderr, flush=True)
+                return
+
+    thread = threading.Thread(target=look, name="edit-watch", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def _gone(peers: HostPeers) -> str:
+    gone = peers.gone()
+    return f"; gone on this host: rank {', '.join(map(str, gone))}" if gone else ""
 
 
 @contextmanager
