@@ -17,6 +17,7 @@ from distributed import free_port
 from megatron_edit.commands import simulate
 from megatron_edit.config.arguments import parse_args
 from megatron_edit.config.parser import known_flags
+from megatron_edit.platform import nccl
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -36,7 +37,12 @@ LAUNCHER_FLAGS = [
     "--master-port",
 ]  # fmt: skip
 # Read by the libraries underneath.
-LIBRARY_VARIABLES = {"GLOO_SOCKET_IFNAME"}
+LIBRARY_VARIABLES = {
+    "GLOO_SOCKET_IFNAME",
+    "CUDA_DEVICE_MAX_CONNECTIONS",
+    "TORCH_FR_DUMP_TEMP_FILE",
+    *nccl.READABLE_FAILURES,
+}
 # Command in the README -> the test that tries it.
 COMMANDS = {
     "./scripts/quickstart.sh": "test_quick_start",
