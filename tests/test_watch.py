@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import weakref
 from datetime import timedelta
 from typing import Any
 
@@ -63,6 +64,18 @@ def test_the_one_that_failed_is_named_and_what_succeeded_is_forgotten() -> None:
     works[1].result = works[2].result = 0
     clock.now_s = 1000
     assert watch.trouble() is None
+
+
+def test_what_succeeded_is_forgotten_though_nobody_asks() -> None:
+    # A loop of one's own has no thread that looks.
+    watch, work = Watch(), FakeWork()
+    kept = weakref.ref(work)
+    watch.add(work, "unit 0 failed", timedelta(seconds=60))
+    work.result = 0
+    del work
+    assert kept() is not None
+    watch.add(FakeWork(), "unit 1 failed", timedelta(seconds=60))
+    assert kept() is None
 
 
 def test_what_is_overdue_is_named_before_the_watchdog_ends_the_process() -> None:

@@ -57,18 +57,20 @@ class Watch:
         """
         watched = _Watched(outcome, name, self._clock(), timeout.total_seconds())
         with self._lock:
-            self._under_way.append(watched)
+            self._under_way = [*self._not_succeeded(), watched]
 
     def trouble(self) -> str | None:
-        """Forgets what has succeeded; says which collective, of those left the oldest, has failed
-        or is about to be given up. None while all is well."""
+        """Says which collective, the oldest if several, has failed or is about to be given up; None
+        while all is well."""
         with self._lock:
-            self._under_way = [one for one in self._under_way if not _succeeded(one.outcome)]
-            under_way = list(self._under_way)
+            self._under_way = under_way = self._not_succeeded()
         for one in under_way:
             if (text := self._trouble_of(one)) is not None:
                 return text
         return None
+
+    def _not_succeeded(self) -> list[_Watched]:
+        return [one for one in self._under_way if not _succeeded(one.outcome)]
 
     def _trouble_of(self, one: _Watched) -> str | None:
         if one.outcome.done():
