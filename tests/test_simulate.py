@@ -2,10 +2,10 @@
 
 from itertools import pairwise
 
+import literature
 import pytest
 
 from megatron_edit.errors import ConfigurationError
-from megatron_edit.scaling import published
 from megatron_edit.scaling.cluster import validated
 from megatron_edit.scaling.scenario import Outcome, Scenario
 from megatron_edit.scaling.simulate import simulate
@@ -14,10 +14,10 @@ PAYLOAD_10B = 10e9 * 2.0
 """Bytes of 10e9 bf16 gradients on the link of one of two replicas: factor 2 (1 - 1/2)."""
 
 
-@pytest.mark.parametrize("interval", sorted(published.BUCKET_SIMULATOR_UTILISATION))
+@pytest.mark.parametrize("interval", sorted(literature.BUCKET_SIMULATOR_UTILISATION))
 def test_utilisations_of_the_published_bucket_simulator(interval: int) -> None:
-    wanted = published.BUCKET_SIMULATOR_UTILISATION[interval]
-    for gbps, percent in zip(published.BUCKET_SIMULATOR_GBPS, wanted, strict=True):
+    wanted = literature.BUCKET_SIMULATOR_UTILISATION[interval]
+    for gbps, percent in zip(literature.BUCKET_SIMULATOR_GBPS, wanted, strict=True):
         scenario = Scenario(
             method="sync" if interval == 1 else "edit",
             release="backward",

@@ -4,7 +4,6 @@ Units: seconds, bytes, bytes per second unless a name says otherwise. Network ra
 bit/s; `bytes_per_second` converts. Formulas without a named source are arithmetic.
 """
 
-import math
 from dataclasses import dataclass
 
 FORWARD_SHARE = 1.0 / 3.0
@@ -106,19 +105,6 @@ class Round:
                 f"{allowed + self.overlap * self.step:.3g} s that {utilisation:.0%} allows"
             )
         return self.payload / room
-
-
-def smallest_interval(exposed: float, step: float, utilisation: float) -> int:
-    """Returns H = ceil(u x / ((1 - u) T)), the shortest round that reaches a utilisation.
-
-    Args:
-        exposed: x, seconds per round in which nothing runs.
-        step: T in seconds.
-        utilisation: u, to be reached; below 1.
-    """
-    # Rounding errors of an exact quotient must not add a step.
-    quotient = utilisation * exposed / ((1.0 - utilisation) * step)
-    return max(1, math.ceil(quotient * (1.0 - 1e-12)))
 
 
 @dataclass(frozen=True)

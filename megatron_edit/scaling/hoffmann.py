@@ -17,8 +17,6 @@ HUBER_DELTA = 1e-3
 OBJECTIVE_SCALE = 1e3
 """The optimum is about 1e-3; unscaled, the relative tolerance of L-BFGS ends the search early."""
 GRID_EXPONENTS = (0.0, 0.5, 1.0, 1.5, 2.0)
-GRID_E = (-1.0, -0.5, 0.0, 0.5, 1.0)
-GRID_AB = (0.0, 5.0, 10.0, 15.0, 20.0, 25.0)
 SMALLEST_SHARE = 0.02
 """Least part of the mean loss that each term has at a start: a term of nothing has no gradient."""
 WIDEST_EXPONENT = 4.0
@@ -110,18 +108,6 @@ class HoffmannForm(Form):
 
     def readable(self, theta: Array) -> Array:
         return np.concatenate([np.exp(theta[:3]), theta[3:]])
-
-
-def hoffmann_grid() -> Array:
-    """Returns the 4,500 starts of Hoffmann et al. 2022, one theta per row."""
-    axes = (GRID_AB, GRID_AB, GRID_E, GRID_EXPONENTS, GRID_EXPONENTS)
-    return np.array(list(product(*axes)))
-
-
-def objective(theta: Array, points: Points, log_loss: Array) -> float:
-    """Returns the sum over runs of Huber(1e-3) of the error of ln L."""
-    x, y = np.log(points.parameters), np.log(points.tokens)
-    return _objective(theta, x, y, log_loss, np.ones_like(x))[0] / OBJECTIVE_SCALE
 
 
 def _prediction(theta: Array, x: Array, y: Array) -> tuple[Array, Array]:

@@ -1,8 +1,30 @@
 """The idealised wall clock of "Scaling Laws for DiLoCo" (arXiv 2503.09799)."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 
-from megatron_edit.scaling.published import CHIP_FLOPS, NETWORKS, Network
+
+@dataclass(frozen=True)
+class Network:
+    """A class of network of DILOCO_LAWS' idealised clock.
+
+    Attributes:
+        bits_per_s: Bandwidth in bit/s.
+        latency_s: Latency of a collective in seconds.
+    """
+
+    bits_per_s: float
+    latency_s: float
+
+
+NETWORKS = {
+    "high": Network(400e9, 1e-4),
+    "medium": Network(100e9, 1e-3),
+    "low": Network(10e9, 1e-2),
+}
+CHIP_FLOPS = 300e12
+"""DILOCO_LAWS: effective FLOP/s of a chip in the idealised clock."""
 
 
 @dataclass(frozen=True)
