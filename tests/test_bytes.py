@@ -1,15 +1,19 @@
-"""What crosses replicas: one shard per round and a few numbers, and nothing in between."""
+"""What crosses replicas: one shard per round and a few numbers, and nothing in between; and what
+gradients hold of a rank's memory."""
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from distributed import run_ranks
 from harness import Case, CollectiveLog, start
 
 from megatron_edit.backends.megatron.model import count_parameters
+from megatron_edit.backends.megatron.units import local_of
 from megatron_edit.engine.record import COUNTS
 
 BASE = Case(layers=2, edit={"warmup_steps": 2, "sync_interval": 3})
@@ -80,3 +84,70 @@ def test_a_round_sends_one_shard_and_a_few_numbers(name: str) -> None:
                 assert collectives == []
         assert rank["evaluation"] == []
         assert set(rank["said"]) == set(SYNCHRONISING)
+
+
+# --- Memory of gradients ---------------------------------------------------------------------
+
+
+def live_bytes() -> int:
+    """Bytes of all tensors of this process, gradients that only their parameter holds included."""
+    storages = {}
+    seen = [found for found in gc.get_objects() if isinstance(found, torch.Tensor)]
+    for tensor in [*seen, *(t.grad for t in seen if t.is_leaf and t.grad is not None)]:
+        storage = local_of(tensor.detach()).untyped_storage()
+        storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+def _gradient_memory(case: Case) -> dict[str, Any]:
+    """Bytes that a step adds to what lives before it: when each micro-batch begins, when the
+    last has ended, and after the update."""
+    training = start(case)
+    # Moments, and what else a first step leaves for good.
+    training.step()
+    for shard in training.optimizer._shards.values():
+        shard.grad = None
+    training.begin()
+    gc.collect()
+    before, added = live_bytes(), []
+    model, config = training.chunks[0].module, training.chunks[0].config
+    finalize = config.finalize_model_grads_func
+
+    def look(*_: Any) -> None:
+        gc.collect()
+        added.append(live_bytes() - before)
+
+    def finalize_and_look(*args: Any, **kwargs: Any) -> None:
+        finalize(*args, **kwargs)
+        look()
+
+    hook = model.register_forward_pre_hook(look)
+    config.finalize_model_grads_func = finalize_and_look
+    training.forward(training.engine.step)
+    training.finish()
+    hook.remove()
+    config.finalize_model_grads_func = finalize
+    gc.collect()
+    units = training.engine.units
+    whole = [sum(p.numel() for p in unit.parameters.values()) for unit in units]
+    return {
+        "added": added,
+        "after": live_bytes() - before,
+        "shard": 4 * sum(unit.numel for unit in units),
+        "whole": 4 * sum(whole),
+        "largest unit": 4 * max(whole),
+    }
+
+
+# The micro-batches of a step, and losses.
+FEW = 20_000
+MEMORY = Case(replicas=1, shard=2, micro_batches=3, edit={"warmup_steps": 0})
+
+
+@pytest.mark.parametrize("warmup_steps", [0, 9])
+def test_no_gradient_outlives_the_update(warmup_steps: int) -> None:
+    edit = {"warmup_steps": warmup_steps, "sync_interval": 9}
+    case = replace(MEMORY, replicas=2, shard=1, edit=edit)
+    for rank in run_ranks(_gradient_memory, 2, case):
+        assert rank["added"][-1] > rank["shard"]
+        assert rank["after"] < FEW < rank["shard"] / 10

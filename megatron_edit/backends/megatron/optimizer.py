@@ -66,8 +66,7 @@ class EDiTDistributedOptimizer(MegatronOptimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops the gradients and begins the step."""
-        for parameter in self._sources.values():
-            parameter.grad = None
+        self._drop_gradients()
         self.engine.begin_step()
 
     def prepare_grads(self) -> bool:
@@ -94,7 +93,7 @@ class EDiTDistributedOptimizer(MegatronOptimizer):
 
     @torch.no_grad()
     def step(self) -> tuple[bool, torch.Tensor, None]:
-        """Clips, updates and ends the step.
+        """Clips, updates, drops the gradients and ends the step.
 
         Returns:
             True (whether the update was skipped is only known on the device, see
@@ -110,8 +109,14 @@ class EDiTDistributedOptimizer(MegatronOptimizer):
         if self.config.clip_grad > 0:
             self.optimizer.grad_scale = ((norm + 1e-6) / self.config.clip_grad).clamp(min=1.0)
         self.step_with_ready_grads()
+        # The next forward and backward need their memory.
+        self._drop_gradients()
         self.engine.end_step(skip)
         return True, norm, None
+
+    def _drop_gradients(self) -> None:
+        for parameter in (*self._sources.values(), *self._shards.values()):
+            parameter.grad = None
 
     def get_loss_scale(self) -> torch.Tensor:
         """1: neither fp32 nor bf16 training scales its loss."""
