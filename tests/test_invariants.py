@@ -24,9 +24,11 @@ from harness import (
     replica_batches,
     start,
     whole_models,
+    whole_name,
 )
 
 from megatron_edit.backends.megatron.model import build_model
+from megatron_edit.backends.megatron.units import local_of
 from megatron_edit.replicas.peers import PeerError
 
 SMALL = Case(layers=2, steps=6, clip_grad=0.0, edit={"warmup_steps": 1, "sync_interval": 2})
@@ -302,6 +304,60 @@ def _launch_in_another_order(case: Case) -> str:
 def test_another_order_of_all_reduces_in_one_replica_is_noticed() -> None:
     for message in run_ranks(_launch_in_another_order, 2, SMALL):
         assert "synchronised their units in different orders" in message
+
+
+class _Finished:
+    """A collective that has ended."""
+
+    def wait(self) -> None:
+        """Its result is there."""
+
+
+def round_all_reduces_by_group() -> None:
+    """Gives the all-reduces of this rank roundings that depend on the group, as they do where
+    every group adds in an order of its own."""
+    exact = dist.all_reduce
+
+    def rounded(tensor: torch.Tensor, *args: Any, async_op: bool = False, **kwargs: Any) -> Any:
+        exact(tensor, *args, **kwargs)
+        if tensor.is_floating_point():
+            tensor.mul_(1 + 1e-6 * dist.get_process_group_ranks(kwargs.get("group"))[0])
+        return _Finished() if async_op else None
+
+    dist.all_reduce = rounded
+
+
+def _warm_up_with_roundings(case: Case) -> dict[str, str]:
+    """Hashes of the parameters of which several ranks of a replica hold copies."""
+    training = start(case)
+    round_all_reduces_by_group()
+    # The step after the warm-up compares the replicas.
+    for _ in range(case.config.warmup_steps + 1):
+        copies = {
+            whole_name(name, case): digest([local_of(parameter)])
+            for name, parameter in training.optimizer.named_parameters().items()
+            if not getattr(parameter, "tensor_model_parallel", False)
+            or hasattr(parameter, "shared_embedding")
+        }
+        training.step()
+    return copies
+
+
+COPIED = {
+    "TP2 SP": replace(SMALL, tp=2),
+    "TP2": replace(SMALL, tp=2, sequence_parallel=False),
+    "PP2 tied": replace(SMALL, pp=2, tied=True),
+}
+
+
+@pytest.mark.parametrize("name", COPIED)
+def test_replicas_and_copies_agree_whatever_order_a_group_adds_in(name: str) -> None:
+    case = replace(COPIED[name], edit={"warmup_steps": 3, "sync_interval": 2})
+    copies = run_ranks(_warm_up_with_roundings, case.world, case)
+    shared = copies[0].keys() & copies[1].keys()
+    assert shared
+    for one in shared:
+        assert len({rank[one] for rank in copies}) == 1, one
 
 
 # --- Looking changes nothing -----------------------------------------------------------------

@@ -25,7 +25,7 @@ class MegatronBackend:
     lands_in_forward = True
 
     def __init__(self, chunks: Sequence[EDiTDataParallel], mesh: Mesh) -> None:
-        self._chunks = chunks
+        self._chunks, self._mesh = chunks, mesh
         model = chunks[0].module
         tied = model.share_embeddings_and_output_weights
         self.units: list[MegatronUnit] = [unit for chunk in chunks for unit in chunk.units]
@@ -59,7 +59,7 @@ class MegatronBackend:
 
     def average_gradients(self, peers: PeerGroup) -> None:
         """Averages the gradient shards."""
-        average_over_replicas(self.units, peers)
+        average_over_replicas(self.units, self._mesh)
 
     def flush(self) -> None:
         """Nothing to do: FSDP2 gathers from the masters themselves."""

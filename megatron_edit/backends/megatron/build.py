@@ -52,8 +52,9 @@ def get_edit_model_and_optimizer(
     optimizer = EDiTDistributedOptimizer(chunks, engine, mesh, optimizer_config)
 
     def finalize(*_: object, **__: object) -> None:
-        engine.average_gradients()
+        # Summed inside each replica first: an average of all replicas is then the same in all.
         finalize_gradients(chunks, mesh)
+        engine.average_gradients()
 
     config = get_model_config(chunks[0])
     no_sync: list[Callable[..., object]] = [chunk.no_sync for chunk in chunks]

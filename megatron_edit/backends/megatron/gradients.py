@@ -6,7 +6,8 @@ collective for many tensors.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -16,7 +17,6 @@ from torch import nn
 from megatron_edit.backends.megatron.data_parallel import EDiTDataParallel
 from megatron_edit.backends.megatron.units import MegatronUnit, local_of
 from megatron_edit.replicas.mesh import Mesh
-from megatron_edit.replicas.peers import PeerGroup
 
 
 def finalize_gradients(chunks: Sequence[EDiTDataParallel], mesh: Mesh) -> None:
@@ -25,23 +25,54 @@ def finalize_gradients(chunks: Sequence[EDiTDataParallel], mesh: Mesh) -> None:
     Norm weights see a part of the sequence on each tensor-parallel rank under sequence
     parallelism, and a tied embedding is used on two pipeline stages: their gradients are summed.
     """
-    _sum_over_tensor_parallel(chunks, mesh)
-    _sum_tied_embedding(chunks, mesh)
+    parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
+    if mesh.tensor_parallel > 1:
+        _sum([p for p in parameters if getattr(p, "sequence_parallel", False)], mesh.tensor_group)
+    if tied := _tied(parameters, mesh):
+        _sum(tied, _embedding_group())
 
 
-def average_over_replicas(units: Iterable[MegatronUnit], peers: PeerGroup) -> None:
-    """Averages gradients over the replicas: the lockstep phase. One all-reduce per unit."""
-    if peers.size == 1:
+def average_over_replicas(units: Sequence[MegatronUnit], mesh: Mesh) -> None:
+    """Averages complete gradients over the replicas: the lockstep phase. One all-reduce per
+    unit.
+
+    Of copies that ranks of a replica hold of a parameter one is averaged and handed on to the
+    others: groups of ranks may add in different orders, and the copies would part.
+    """
+    if mesh.replicas == 1:
         return
     in_flight = []
     for unit in units:
-        gradients = _local_gradients(unit.parameters.values())
-        flat = torch.cat([gradient.reshape(-1) for gradient in gradients]).div_(peers.size)
-        phase = f"averaging the gradients of {unit.name}"
-        in_flight.append((gradients, flat, peers.all_reduce(flat, phase)))
+        flags = zip(unit.parameters.values(), unit.counted, strict=True)
+        gradients = _local_gradients(parameter for parameter, counted in flags if counted)
+        if gradients:
+            flat = torch.cat([gradient.reshape(-1) for gradient in gradients]).div_(mesh.replicas)
+            phase = f"averaging the gradients of {unit.name}"
+            in_flight.append((gradients, flat, mesh.peers.all_reduce(flat, phase)))
     for gradients, flat, pending in in_flight:
         pending.wait()
         _copy_back(flat, gradients)
+    _hand_on([parameter for unit in units for parameter in unit.parameters.values()], mesh)
+
+
+def _hand_on(parameters: Sequence[nn.Parameter], mesh: Mesh) -> None:
+    """Gives the gradients of counted copies to the ranks of the replica that hold the others."""
+    if mesh.tensor_parallel > 1:
+        copies = [p for p in parameters if not getattr(p, "tensor_model_parallel", False)]
+        _broadcast(copies, mesh.tensor_group)
+    if tied := _tied(parameters, mesh):
+        _broadcast(tied, _embedding_group())
+
+
+def _tied(parameters: Iterable[nn.Parameter], mesh: Mesh) -> list[nn.Parameter]:
+    """This rank's copy of an embedding of which another pipeline stage holds one, too."""
+    if mesh.pipeline_parallel == 1:
+        return []
+    return [p for p in parameters if getattr(p, "shared_embedding", False)]
+
+
+def _embedding_group() -> dist.ProcessGroup:
+    return parallel_state.get_embedding_group(check_initialized=False)
 
 
 def _local_gradients(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
@@ -62,34 +93,23 @@ def _copy_back(flat: torch.Tensor, tensors: list[torch.Tensor]) -> None:
     )
 
 
-def _sum(parameters: list[nn.Parameter], group: dist.ProcessGroup) -> None:
-    if not parameters:
-        return
+@contextmanager
+def _flat_gradients(parameters: Iterable[nn.Parameter]) -> Iterator[torch.Tensor]:
+    """Gradient shards as one buffer, whose values are theirs when the context ends."""
     gradients = _local_gradients(parameters)
     flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-    dist.all_reduce(flat, group=group)
+    yield flat
     _copy_back(flat, gradients)
 
 
-def _sum_over_tensor_parallel(chunks: Sequence[EDiTDataParallel], mesh: Mesh) -> None:
-    if mesh.tensor_parallel == 1:
-        return
-    marked = [
-        parameter
-        for chunk in chunks
-        for parameter in chunk.parameters()
-        if getattr(parameter, "sequence_parallel", False)
-    ]
-    _sum(marked, mesh.tensor_group)
+def _sum(parameters: list[nn.Parameter], group: dist.ProcessGroup) -> None:
+    if parameters:
+        with _flat_gradients(parameters) as flat:
+            dist.all_reduce(flat, group=group)
 
 
-def _sum_tied_embedding(chunks: Sequence[EDiTDataParallel], mesh: Mesh) -> None:
-    if mesh.pipeline_parallel == 1:
-        return
-    tied = [
-        parameter
-        for chunk in chunks
-        for parameter in chunk.parameters()
-        if getattr(parameter, "shared_embedding", False)
-    ]
-    _sum(tied, parallel_state.get_embedding_group(check_initialized=False))
+def _broadcast(parameters: list[nn.Parameter], group: dist.ProcessGroup) -> None:
+    """Gives the group's first rank's gradients to the others."""
+    if parameters:
+        with _flat_gradients(parameters) as flat:
+            dist.broadcast(flat, group=group, group_src=0)
