@@ -159,3 +159,19 @@ def test_no_gradient_outlives_the_update(warmup_steps: int) -> None:
     for rank in run_ranks(_gradient_memory, 2, case):
         assert rank["added"][-1] > rank["shard"]
         assert rank["after"] < FEW < rank["shard"] / 10
+
+
+def test_accumulated_gradients_are_sharded_like_the_parameters() -> None:
+    for rank in run_ranks(_gradient_memory, 2, MEMORY):
+        # FSDP2 holds the unit it reduced last until the next.
+        most = rank["shard"] + rank["largest unit"] + FEW
+        assert all(rank["shard"] < added < most for added in rank["added"][1:-1])
+        assert rank["shard"] <= rank["added"][-1] < rank["shard"] + FEW
+        assert most < rank["whole"]
+
+
+def test_optim_grads_accumulates_whole_gradients() -> None:
+    for rank in run_ranks(_gradient_memory, 2, replace(MEMORY, keep_gathered=True)):
+        # Beside the parameters, which stay whole, too.
+        assert all(added >= 2 * rank["whole"] for added in rank["added"][1:-1])
+        assert rank["shard"] <= rank["added"][-1] < rank["shard"] + FEW

@@ -29,6 +29,8 @@ LAYOUTS = {
     "R3": Case(replicas=3),
     "R4": Case(replicas=4),
     "R1 S3": Case(replicas=1, shard=3),
+    "R1 PP2 S2": Case(replicas=1, pp=2, shard=2, micro_batches=4, layers=2),
+    "R1 PP2 interleaved S2": Case(replicas=1, pp=2, vpp=2, shard=2),
 }
 
 SMALL = Case(layers=2)

@@ -146,8 +146,8 @@ FLAGS: dict[str, list[Flag]] = {
         ),
         Flag(
             "--data-parallel-sharding-strategy",
-            "optim_grads_params releases gathered parameters after use (ZeRO-3), optim_grads "
-            "keeps them until the step ends (ZeRO-2).",
+            "optim_grads_params releases gathered parameters after use and reduces gradients after "
+            "each micro-batch (ZeRO-3), optim_grads keeps both whole until the last one (ZeRO-2).",
             "optim_grads_params",
             one_of("optim_grads", "optim_grads_params"),
         ),

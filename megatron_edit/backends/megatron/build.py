@@ -40,7 +40,8 @@ def get_edit_model_and_optimizer(
         mesh: From :func:`megatron_edit.backends.megatron.mesh.build_mesh`.
         samples_per_step: Samples a replica consumes in a step: micro batch x micro-batches x S.
         compute_dtype: float32 or bfloat16.
-        reshard_after_forward: True for ``optim_grads_params`` (ZeRO-3), False for ``optim_grads``.
+        reshard_after_forward: True for ``optim_grads_params`` (ZeRO-3), False for ``optim_grads``;
+            see :class:`EDiTDataParallel`.
 
     Returns:
         The wrapped chunks and the optimizer. ``optimizer.engine`` is the sync engine.

@@ -28,8 +28,10 @@ class EDiTDataParallel(_BaseDataParallel):
         module: The chunk, fp32 parameters on their final device.
         mesh: The mesh.
         compute_dtype: float32 or bfloat16, the type of gathered parameters.
-        reshard_after_forward: True is Megatron's ``optim_grads_params`` (ZeRO-3), False its
-            ``optim_grads``: parameters stay gathered until the last backward of the step.
+        reshard_after_forward: True is Megatron's ``optim_grads_params`` (ZeRO-3): a unit is whole
+            only while it computes, its gradient only until the end of its backward. False is its
+            ``optim_grads``: parameters stay gathered and gradients unreduced until the last
+            backward of the step.
     """
 
     def __init__(
@@ -42,6 +44,8 @@ class EDiTDataParallel(_BaseDataParallel):
         super().__init__(config=module.config, module=module)
         self.ddp_config = DistributedDataParallelConfig()
         self._reshard_after_forward = reshard_after_forward
+        # A shard that is everything saves no memory, and each reduction would copy it.
+        self._reduces_every_backward = reshard_after_forward and mesh.shard > 1
         self.units = split_into_units(module, mesh, compute_dtype, reshard_after_forward)
 
     @property
@@ -70,7 +74,8 @@ class EDiTDataParallel(_BaseDataParallel):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulates gradients without reducing them over the shard group."""
+        """Context of all micro-batches of a step but the last: gradients accumulate, in the shards
+        where every backward reduces them (``optim_grads_params``), else whole."""
         if self.sharded is None:
             yield
             return
@@ -82,7 +87,8 @@ class EDiTDataParallel(_BaseDataParallel):
 
     def _accumulate(self, on: bool) -> None:
         assert self.sharded is not None
-        self.sharded.set_requires_gradient_sync(not on)
+        if not self._reduces_every_backward:
+            self.sharded.set_requires_gradient_sync(not on)
         self.sharded.set_is_last_backward(not on)
         if not self._reshard_after_forward:
             self.sharded.set_reshard_after_backward(not on)
