@@ -24,6 +24,7 @@ CASES = {
     "R3": replace(BASE, replicas=3),
     "R2 TP2": replace(BASE, tp=2),
     "R2 PP2 tied": replace(BASE, pp=2, tied=True),
+    "R2 bf16": replace(BASE, edit={**BASE.edit, "gradient_dtype": "bf16"}),
 }
 
 # Where a shard is an exact part of the model: no copies and no unequal stages.
@@ -84,6 +85,8 @@ def test_a_round_sends_one_shard_and_a_few_numbers(name: str) -> None:
             elif step in WARMUP:
                 # Of several copies in a replica one crosses.
                 averaged = payload * rank["counted"] / rank["shard"]
+                if case.config.gradient_dtype == "bf16":
+                    averaged /= 2
                 assert sent == pytest.approx(averaged, rel=1e-6)
             elif step == ANCHOR:
                 # A hash of every parameter.
@@ -147,7 +150,7 @@ def _gradient_memory(case: Case) -> dict[str, Any]:
     }
 
 
-# The micro-batches of a step, and losses.
+# Losses, buffers of collectives.
 FEW = 20_000
 MEMORY = Case(replicas=1, shard=2, micro_batches=3, edit={"warmup_steps": 0})
 
@@ -157,7 +160,7 @@ def test_no_gradient_outlives_the_update(warmup_steps: int) -> None:
     edit = {"warmup_steps": warmup_steps, "sync_interval": 9}
     case = replace(MEMORY, replicas=2, shard=1, edit=edit)
     for rank in run_ranks(_gradient_memory, 2, case):
-        assert rank["added"][-1] > rank["shard"]
+        assert rank["shard"] <= rank["added"][-1] < rank["shard"] + FEW
         assert rank["after"] < FEW < rank["shard"] / 10
 
 

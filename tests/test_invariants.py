@@ -450,25 +450,23 @@ def test_gradient_norm_counts_every_copy_once(name: str) -> None:
 
 
 def poison_gradient(training: Training, value: float) -> Callable[[], None]:
-    """Has one gradient element of this rank set after the next backward; returns the undo."""
-    config = training.chunks[0].config
-    finalize = config.finalize_model_grads_func
+    """Has the backward of this rank's first layer begin from a gradient with one bad element;
+    returns the undo."""
 
-    def poisoned(*args: Any, **kwargs: Any) -> None:
-        gradient = next(iter(training.engine.units[1].parameters.values())).grad
-        local = gradient.to_local() if hasattr(gradient, "to_local") else gradient
-        local.view(-1)[0] = value
-        finalize(*args, **kwargs)
+    def poison(gradient: torch.Tensor) -> torch.Tensor:
+        spoiled = gradient.clone()
+        spoiled.view(-1)[0] = value
+        return spoiled
 
-    def undo() -> None:
-        config.finalize_model_grads_func = finalize
+    def after_forward(module: torch.nn.Module, inputs: Any, output: Any) -> None:
+        output[0].register_hook(poison)
 
-    config.finalize_model_grads_func = poisoned
-    return undo
+    hook = training.engine.units[1].modules[0].register_forward_hook(after_forward)
+    return hook.remove
 
 
 def _step_with_bad_gradient(case: Case, value: float) -> dict[str, Any]:
-    """Step 0 (synchronous) and step 2 (local) with a bad gradient on one rank of replica 1."""
+    """Step 0 (synchronous) and step 2 (local) with bad gradients on one rank of replica 1."""
     training = start(case)
     size = case.world // case.replicas
     result: dict[Any, Any] = {"replica": training.mesh.replica}

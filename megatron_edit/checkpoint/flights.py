@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from megatron_edit.backends.megatron.optimizer import like_parameter
+from megatron_edit.backends.megatron.units import like_parameter
 from megatron_edit.engine.outer_state import Flight, OuterState
 from megatron_edit.engine.record import Decided, OpenRecord
 from megatron_edit.engine.round import Round

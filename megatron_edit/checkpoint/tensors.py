@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from megatron.core import tensor_parallel
 
-from megatron_edit.backends.megatron.optimizer import EDiTDistributedOptimizer, like_parameter
+from megatron_edit.backends.megatron.optimizer import EDiTDistributedOptimizer
+from megatron_edit.backends.megatron.units import like_parameter
 from megatron_edit.checkpoint import flights
 from megatron_edit.engine.sync_engine import SyncEngine
 from megatron_edit.replicas.mesh import Mesh

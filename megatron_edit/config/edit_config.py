@@ -57,6 +57,9 @@ class EditConfig(BaseModel):
     """Inner steps of all replicas together below which a round of the time trigger is skipped."""
     warmup_steps: Annotated[int, Field(ge=0)] = 1000
     """Inner steps at the start during which gradients are averaged over all replicas."""
+    gradient_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Type in which gradients cross between replicas that average them at every step: fp32, or bf16
+    with half the bytes."""
     weighting: Literal["norm", "norm_per_step", "tokens", "uniform"] = "norm"
     """Weight of a replica in a synchronisation: softmax of minus its pseudo-gradient norm (`norm`),
     the same with the norm per step of the round (`norm_per_step`), its samples of the round

@@ -98,8 +98,13 @@ class Backend(Protocol):
         """Starts the gather of a unit behind what the current stream does to its masters, where
         the gather would not otherwise wait for it."""
 
+    def expect_average(self, peers: PeerGroup) -> None:
+        """Begins a step whose gradients :meth:`average_gradients` averages: what the last backward
+        has made may cross while it goes on, in an order that all replicas share."""
+
     def average_gradients(self, peers: PeerGroup) -> None:
-        """Averages the gradients of the step over the replicas."""
+        """Averages the gradients of the step over the replicas, once they are complete in this
+        one."""
 
     def flush(self) -> None:
         """Makes what :meth:`Unit.copy_from` wrote since the last call visible to the next forward,

@@ -121,6 +121,8 @@ class SyncEngine:
         if self._in_step:
             return
         self._in_step = True
+        if self.lockstep:
+            self._backend.expect_average(self.mesh.peers)
         if not self.lockstep and not self.outer:
             self.create_anchor()
         if self.rendezvous.due(self.step, self.steps_in_round):

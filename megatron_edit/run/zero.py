@@ -125,7 +125,7 @@ class EDiT:
     def _attach(self, engine: Any) -> None:
         """Has rounds begin and end in the steps of a DeepSpeed engine."""
         self.engine = engine
-        self._backend = backend = ZeroBackend(engine)
+        self._backend = backend = ZeroBackend(engine, self.run.edit.gradient_dtype)
         samples = engine.train_batch_size()
         self._begin_alike(backend)
         self.sync = SyncEngine(backend, self.mesh, self.run.edit, samples)

@@ -19,13 +19,15 @@ class ZeroBackend:
 
     Args:
         engine: DeepSpeed's engine, ZeRO 1, 2 or 3 inside a replica.
+        gradient_dtype: Type in which gradients cross between replicas, ``fp32`` or ``bf16``.
     """
 
     has_spanning_unit = False
     # Until it has been seen on a GPU that ZeRO-3's own stream waits for what lands in a forward.
     lands_in_forward = False
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: Any, gradient_dtype: str = "fp32") -> None:
+        self._gradient_dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[gradient_dtype]
         self._engine = engine
         self._sharded = ds_zero.stage(engine) == 3
         self.units, self.unit_names = split_into_units(
@@ -52,13 +54,17 @@ class ZeroBackend:
     def gather(self, unit: Unit) -> None:
         """Nothing to do: the module's own hook gathers, behind what has been written."""
 
+    def expect_average(self, peers: PeerGroup) -> None:
+        """Nothing to do: ZeRO has a step's gradients when its last backward has ended."""
+
     def average_gradients(self, peers: PeerGroup) -> None:
-        """Averages this rank's part of the gradients over the replicas, in fp32."""
+        """Averages this rank's part of the gradients over the replicas."""
         if peers.size == 1:
             return
         gradients = ds_zero.averaged_gradients(self._engine)
         flat = torch.cat([gradient.reshape(-1).float() for gradient in gradients])
-        peers.all_reduce(flat.div_(peers.size), "averaging the gradients").wait()
+        flat = flat.div_(peers.size).to(self._gradient_dtype)
+        peers.all_reduce(flat, "averaging the gradients").wait()
         parts = flat.split([gradient.numel() for gradient in gradients])
         torch._foreach_copy_(
             gradients, [part.view(g.shape) for part, g in zip(parts, gradients, strict=True)]

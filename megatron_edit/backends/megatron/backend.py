@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from torch.distributed.fsdp import FSDPModule
 
 from megatron_edit.backends.megatron.data_parallel import EDiTDataParallel
-from megatron_edit.backends.megatron.gradients import average_over_replicas
+from megatron_edit.backends.megatron.replica_average import ReplicaAverage
 from megatron_edit.backends.megatron.units import MegatronUnit, unit_names
 from megatron_edit.engine.backend import Unit
 from megatron_edit.replicas.mesh import Mesh
@@ -20,12 +20,16 @@ class MegatronBackend:
     Args:
         chunks: This rank's wrapped model chunks, in the order of their forward.
         mesh: The mesh.
+        gradient_dtype: Type in which gradients cross between replicas, ``fp32`` or ``bf16``.
     """
 
     lands_in_forward = True
 
-    def __init__(self, chunks: Sequence[EDiTDataParallel], mesh: Mesh) -> None:
+    def __init__(
+        self, chunks: Sequence[EDiTDataParallel], mesh: Mesh, gradient_dtype: str = "fp32"
+    ) -> None:
         self._chunks, self._mesh = chunks, mesh
+        self._average = ReplicaAverage(chunks, mesh, gradient_dtype)
         model = chunks[0].module
         tied = model.share_embeddings_and_output_weights
         self.units: list[MegatronUnit] = [unit for chunk in chunks for unit in chunk.units]
@@ -57,9 +61,13 @@ class MegatronBackend:
         if isinstance(module, FSDPModule) and unit.locals[0].is_cuda:
             module.unshard(async_op=True)
 
+    def expect_average(self, peers: PeerGroup) -> None:
+        """Has gradient shards cross behind the last backward of the step that begins."""
+        self._average.expect(peers)
+
     def average_gradients(self, peers: PeerGroup) -> None:
         """Averages the gradient shards."""
-        average_over_replicas(self.units, self._mesh)
+        self._average.finish(peers)
 
     def flush(self) -> None:
         """Nothing to do: FSDP2 gathers from the masters themselves."""

@@ -49,7 +49,8 @@ def get_edit_model_and_optimizer(
     chunks = [
         EDiTDataParallel(chunk, mesh, compute_dtype, reshard_after_forward) for chunk in model
     ]
-    engine = SyncEngine(MegatronBackend(chunks, mesh), mesh, edit_config, samples_per_step)
+    backend = MegatronBackend(chunks, mesh, edit_config.gradient_dtype)
+    engine = SyncEngine(backend, mesh, edit_config, samples_per_step)
     optimizer = EDiTDistributedOptimizer(chunks, engine, mesh, optimizer_config)
 
     def finalize(*_: object, **__: object) -> None:

@@ -32,6 +32,9 @@ class EDiTDataParallel(_BaseDataParallel):
             only while it computes, its gradient only until the end of its backward. False is its
             ``optim_grads``: parameters stay gathered and gradients unreduced until the last
             backward of the step.
+
+    Attributes:
+        accumulates: Whether another micro-batch of the step follows.
     """
 
     def __init__(
@@ -43,6 +46,7 @@ class EDiTDataParallel(_BaseDataParallel):
     ) -> None:
         super().__init__(config=module.config, module=module)
         self.ddp_config = DistributedDataParallelConfig()
+        self.accumulates = False
         self._reshard_after_forward = reshard_after_forward
         # A shard that is everything saves no memory, and each reduction would copy it.
         self._reduces_every_backward = reshard_after_forward and mesh.shard > 1
@@ -76,9 +80,6 @@ class EDiTDataParallel(_BaseDataParallel):
     def no_sync(self) -> Iterator[None]:
         """Context of all micro-batches of a step but the last: gradients accumulate, in the shards
         where every backward reduces them (``optim_grads_params``), else whole."""
-        if self.sharded is None:
-            yield
-            return
         self._accumulate(True)
         try:
             yield
@@ -86,7 +87,9 @@ class EDiTDataParallel(_BaseDataParallel):
             self._accumulate(False)
 
     def _accumulate(self, on: bool) -> None:
-        assert self.sharded is not None
+        self.accumulates = on
+        if self.sharded is None:
+            return
         if not self._reduces_every_backward:
             self.sharded.set_requires_gradient_sync(not on)
         self.sharded.set_is_last_backward(not on)

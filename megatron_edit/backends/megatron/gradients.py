@@ -15,7 +15,7 @@ from megatron.core import parallel_state
 from torch import nn
 
 from megatron_edit.backends.megatron.data_parallel import EDiTDataParallel
-from megatron_edit.backends.megatron.units import MegatronUnit, local_of
+from megatron_edit.backends.megatron.units import local_of
 from megatron_edit.replicas.mesh import Mesh
 
 
@@ -32,31 +32,20 @@ def finalize_gradients(chunks: Sequence[EDiTDataParallel], mesh: Mesh) -> None:
         _sum(tied, _embedding_group())
 
 
-def average_over_replicas(units: Sequence[MegatronUnit], mesh: Mesh) -> None:
-    """Averages complete gradients over the replicas: the lockstep phase. One all-reduce per
-    unit.
+def is_summed(parameter: nn.Parameter, mesh: Mesh) -> bool:
+    """Whether the gradient is complete only after :func:`finalize_gradients`."""
+    if mesh.tensor_parallel > 1 and getattr(parameter, "sequence_parallel", False):
+        return True
+    return bool(_tied([parameter], mesh))
 
-    Of copies that ranks of a replica hold of a parameter one is averaged and handed on to the
-    others: groups of ranks may add in different orders, and the copies would part.
+
+def hand_on_to_copies(parameters: Sequence[nn.Parameter], mesh: Mesh) -> None:
+    """Gives the gradients of counted copies to the ranks of the replica that hold the others.
+
+    Args:
+        parameters: All parameters of this rank.
+        mesh: The mesh.
     """
-    if mesh.replicas == 1:
-        return
-    in_flight = []
-    for unit in units:
-        flags = zip(unit.parameters.values(), unit.counted, strict=True)
-        gradients = _local_gradients(parameter for parameter, counted in flags if counted)
-        if gradients:
-            flat = torch.cat([gradient.reshape(-1) for gradient in gradients]).div_(mesh.replicas)
-            phase = f"averaging the gradients of {unit.name}"
-            in_flight.append((gradients, flat, mesh.peers.all_reduce(flat, phase)))
-    for gradients, flat, pending in in_flight:
-        pending.wait()
-        _copy_back(flat, gradients)
-    _hand_on([parameter for unit in units for parameter in unit.parameters.values()], mesh)
-
-
-def _hand_on(parameters: Sequence[nn.Parameter], mesh: Mesh) -> None:
-    """Gives the gradients of counted copies to the ranks of the replica that hold the others."""
     if mesh.tensor_parallel > 1:
         copies = [p for p in parameters if not getattr(p, "tensor_model_parallel", False)]
         _broadcast(copies, mesh.tensor_group)
@@ -75,7 +64,7 @@ def _embedding_group() -> dist.ProcessGroup:
     return parallel_state.get_embedding_group(check_initialized=False)
 
 
-def _local_gradients(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
+def local_gradients(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
     """Gradient shards; zeros take the place of a gradient that no backward made, since the other
     ranks of a collective may have one."""
     gradients = []
@@ -86,20 +75,15 @@ def _local_gradients(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
     return gradients
 
 
-def _copy_back(flat: torch.Tensor, tensors: list[torch.Tensor]) -> None:
-    pieces = flat.split([tensor.numel() for tensor in tensors])
-    torch._foreach_copy_(
-        tensors, [piece.view(t.shape) for piece, t in zip(pieces, tensors, strict=True)]
-    )
-
-
 @contextmanager
 def _flat_gradients(parameters: Iterable[nn.Parameter]) -> Iterator[torch.Tensor]:
     """Gradient shards as one buffer, whose values are theirs when the context ends."""
-    gradients = _local_gradients(parameters)
+    gradients = local_gradients(parameters)
     flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
     yield flat
-    _copy_back(flat, gradients)
+    pieces = flat.split([gradient.numel() for gradient in gradients])
+    views = [piece.view(g.shape) for piece, g in zip(pieces, gradients, strict=True)]
+    torch._foreach_copy_(gradients, views)
 
 
 def _sum(parameters: list[nn.Parameter], group: dist.ProcessGroup) -> None:

@@ -9,11 +9,9 @@ import torch
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from megatron_edit.backends.megatron.data_parallel import EDiTDataParallel
-from megatron_edit.backends.megatron.units import local_of
+from megatron_edit.backends.megatron.units import like_parameter, local_of
 from megatron_edit.engine.sync_engine import SyncEngine
 from megatron_edit.replicas.mesh import Mesh
 
@@ -163,27 +161,6 @@ class EDiTDistributedOptimizer(MegatronOptimizer):
     ) -> dict[str, Any]:
         """The moments as DTensors, for torch.distributed.checkpoint; see :meth:`named_moments`."""
         return dict(self.named_moments())
-
-
-def like_parameter(local: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """Wraps a local tensor as a DTensor sharded like ``parameter``, if that is one.
-
-    They share their storage, also where the tensor is on the host and the parameter is not.
-    """
-    if not isinstance(parameter, DTensor):
-        return local
-    mesh = parameter.device_mesh
-    if mesh.device_type != local.device.type:
-        # On the parameter's mesh it would be a copy on the device.
-        mesh = DeviceMesh.from_group(mesh.get_group(), local.device.type)
-    return DTensor.from_local(
-        local,
-        mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
 
 
 def _parameter_groups(

@@ -66,6 +66,27 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def like_parameter(local: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """Wraps a local tensor as a DTensor sharded like ``parameter``, if that is one.
+
+    They share their storage, also where the tensor is on the host and the parameter is not.
+    """
+    if not isinstance(parameter, DTensor):
+        return local
+    mesh = parameter.device_mesh
+    if mesh.device_type != local.device.type:
+        # On the parameter's mesh it would be a copy on the device.
+        mesh = DeviceMesh.from_group(mesh.get_group(), local.device.type)
+    return DTensor.from_local(
+        local,
+        mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+
+
 def unit_names(num_layers: int, tied: bool) -> list[str]:
     """Names of all units of a replica, in the order of their index."""
     layers = [f"layers.{layer}" for layer in range(num_layers)]
