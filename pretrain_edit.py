@@ -39,6 +39,7 @@ def pretrain(args: Namespace) -> int:
     # Not at the top of the file: megatron-core takes seconds, which a mistyped flag should not.
     from megatron_edit.backends.megatron.build import get_edit_model_and_optimizer
     from megatron_edit.backends.megatron.model import build_model, count_parameters
+    from megatron_edit.backends.megatron.sharding import Sharding
     from megatron_edit.checkpoint import checkpoint
     from megatron_edit.checkpoint.settings import settle_settings
     from megatron_edit.checkpoint.state import check_data, read_state
@@ -64,14 +65,15 @@ def pretrain(args: Namespace) -> int:
         identity = data_identity(args)
         check_data(args, state, identity)
         monitor = Monitor(args, first_step)
+        keeps_gathered = args.data_parallel_sharding_strategy == "optim_grads"
+        sharding = Sharding(mesh, args.params_dtype, reshard_after_forward=not keeps_gathered)
         chunks, optimizer = get_edit_model_and_optimizer(
-            build_model(args),
+            build_model(args, sharding=sharding),
             optimizer_config(args),
             args.edit,
             mesh,
             samples_per_step=args.global_batch_size // args.replicas,
-            compute_dtype=args.params_dtype,
-            reshard_after_forward=args.data_parallel_sharding_strategy == "optim_grads_params",
+            sharding=sharding,
         )
         consolidated = state is not None and checkpoint.load(args, mesh, optimizer, state)
         trainer = Trainer(args, mesh, chunks, optimizer, datasets)

@@ -19,6 +19,7 @@ from megatron_edit.backends.megatron.build import get_edit_model_and_optimizer
 from megatron_edit.backends.megatron.mesh import build_mesh
 from megatron_edit.backends.megatron.model import build_model
 from megatron_edit.backends.megatron.optimizer import EDiTDistributedOptimizer
+from megatron_edit.backends.megatron.sharding import Sharding
 from megatron_edit.backends.megatron.units import global_name, unit_names
 from megatron_edit.config.edit_config import EditConfig
 from megatron_edit.engine.reference import NaiveReference
@@ -208,7 +209,8 @@ def start(
     A mesh is given when this process has built it before.
     """
     mesh = mesh or mesh_of(case)
-    model = build_model(case.args())
+    sharding = Sharding(mesh, case.args().params_dtype, not case.keep_gathered)
+    model = build_model(case.args(), sharding=sharding if weights is None else None)
     if weights is not None:
         for chunk in model:
             for name, parameter in chunk.named_parameters():
@@ -228,8 +230,7 @@ def start(
         case.config,
         mesh,
         case.samples_per_replica,
-        compute_dtype=case.args().params_dtype,
-        reshard_after_forward=not case.keep_gathered,
+        sharding,
     )
     return Training(case, mesh, chunks, optimizer)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.utils import get_model_config
@@ -13,6 +12,7 @@ from megatron_edit.backends.megatron.backend import MegatronBackend
 from megatron_edit.backends.megatron.data_parallel import EDiTDataParallel
 from megatron_edit.backends.megatron.gradients import finalize_gradients
 from megatron_edit.backends.megatron.optimizer import EDiTDistributedOptimizer
+from megatron_edit.backends.megatron.sharding import Sharding
 from megatron_edit.config.edit_config import EditConfig
 from megatron_edit.engine.sync_engine import SyncEngine
 from megatron_edit.replicas.mesh import Mesh
@@ -24,8 +24,7 @@ def get_edit_model_and_optimizer(
     edit_config: EditConfig,
     mesh: Mesh,
     samples_per_step: int,
-    compute_dtype: torch.dtype = torch.float32,
-    reshard_after_forward: bool = True,
+    sharding: Sharding | None = None,
 ) -> tuple[list[EDiTDataParallel], EDiTDistributedOptimizer]:
     """Wraps model chunks and makes their optimizer, as megatron-core's DDP wrapper and
     ``get_megatron_optimizer`` do.
@@ -34,21 +33,20 @@ def get_edit_model_and_optimizer(
     accumulation (``no_sync_func``) and ``finalize_model_grads_func``.
 
     Args:
-        model: This rank's chunks, fp32 parameters on their final device.
+        model: This rank's chunks, fp32 parameters on their final device, whole or sharded as they
+            were built (``build_model``).
         optimizer_config: Of the inner AdamW.
         edit_config: When and how replicas synchronise.
         mesh: From :func:`megatron_edit.backends.megatron.mesh.build_mesh`.
         samples_per_step: Samples a replica consumes in a step: micro batch x micro-batches x S.
-        compute_dtype: float32 or bfloat16.
-        reshard_after_forward: True for ``optim_grads_params`` (ZeRO-3), False for ``optim_grads``;
-            see :class:`EDiTDataParallel`.
+        sharding: How units are sharded, the same as where ``model`` was sharded as it was built;
+            None is fp32 and ZeRO-3.
 
     Returns:
         The wrapped chunks and the optimizer. ``optimizer.engine`` is the sync engine.
     """
-    chunks = [
-        EDiTDataParallel(chunk, mesh, compute_dtype, reshard_after_forward) for chunk in model
-    ]
+    sharding = sharding or Sharding(mesh)
+    chunks = [EDiTDataParallel(chunk, mesh, sharding) for chunk in model]
     backend = MegatronBackend(chunks, mesh, edit_config.gradient_dtype)
     engine = SyncEngine(backend, mesh, edit_config, samples_per_step)
     optimizer = EDiTDistributedOptimizer(chunks, engine, mesh, optimizer_config)

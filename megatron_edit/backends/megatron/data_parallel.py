@@ -12,6 +12,7 @@ from megatron.core.models.gpt import GPTModel
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from megatron_edit.backends.megatron.sharding import Sharding
 from megatron_edit.backends.megatron.units import split_into_units
 from megatron_edit.engine.backend import Unit
 from megatron_edit.replicas.mesh import Mesh
@@ -27,11 +28,7 @@ class EDiTDataParallel(_BaseDataParallel):
     Args:
         module: The chunk, fp32 parameters on their final device.
         mesh: The mesh.
-        compute_dtype: float32 or bfloat16, the type of gathered parameters.
-        reshard_after_forward: True is Megatron's ``optim_grads_params`` (ZeRO-3): a unit is whole
-            only while it computes, its gradient only until the end of its backward. False is its
-            ``optim_grads``: parameters stay gathered and gradients unreduced until the last
-            backward of the step.
+        sharding: How its units are sharded, if they are not yet.
 
     Attributes:
         accumulates: Whether another micro-batch of the step follows.
@@ -41,16 +38,13 @@ class EDiTDataParallel(_BaseDataParallel):
         self,
         module: GPTModel,
         mesh: Mesh,
-        compute_dtype: torch.dtype = torch.float32,
-        reshard_after_forward: bool = True,
+        sharding: Sharding,
     ) -> None:
         super().__init__(config=module.config, module=module)
         self.ddp_config = DistributedDataParallelConfig()
         self.accumulates = False
-        self._reshard_after_forward = reshard_after_forward
-        # A shard that is everything saves no memory, and each reduction would copy it.
-        self._reduces_every_backward = reshard_after_forward and mesh.shard > 1
-        self.units = split_into_units(module, mesh, compute_dtype, reshard_after_forward)
+        self._sharding = sharding
+        self.units = split_into_units(module, mesh, sharding)
 
     @property
     def sharded(self) -> FSDPModule | None:
@@ -90,10 +84,10 @@ class EDiTDataParallel(_BaseDataParallel):
         self.accumulates = on
         if self.sharded is None:
             return
-        if not self._reduces_every_backward:
+        if not self._sharding.reduces_every_backward:
             self.sharded.set_requires_gradient_sync(not on)
         self.sharded.set_is_last_backward(not on)
-        if not self._reshard_after_forward:
+        if not self._sharding.reshard_after_forward:
             self.sharded.set_reshard_after_backward(not on)
 
     def release(self) -> None:

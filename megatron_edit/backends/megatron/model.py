@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from contextlib import nullcontext
 from functools import partial
 
 import torch
@@ -19,6 +20,13 @@ from megatron.core.transformer.transformer_block import (
     get_num_layers_to_build,
 )
 
+from megatron_edit.backends.megatron.sharding import (
+    ShardedLayer,
+    Sharding,
+    embeddings_sharded_when_built,
+)
+from megatron_edit.platform import cpu
+
 
 class TorchNorm:
     """Builds torch's RMSNorm or LayerNorm for megatron-core's local layers.
@@ -31,7 +39,8 @@ class TorchNorm:
         cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5
     ) -> torch.nn.Module:
         kind = {"RMSNorm": torch.nn.RMSNorm, "LayerNorm": torch.nn.LayerNorm}[config.normalization]
-        norm = kind(hidden_size, eps=eps)
+        # Like megatron-core's own layers, on the device it computes on.
+        norm = kind(hidden_size, eps=eps, device=cpu.device())
         for parameter in norm.parameters():
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         return norm
@@ -87,31 +96,38 @@ def transformer_config(args: Namespace) -> TransformerConfig:
     )
 
 
-def _layer_spec(args: Namespace) -> ModuleSpec:
+def _layer_spec(args: Namespace, sharding: Sharding | None) -> ModuleSpec:
     if uses_transformer_engine(args):
-        return get_gpt_layer_with_transformer_engine_spec()
-    spec = get_gpt_layer_local_spec(normalization=args.normalization)
-    spec.submodules.input_layernorm = TorchNorm
-    spec.submodules.pre_mlp_layernorm = TorchNorm
+        spec = get_gpt_layer_with_transformer_engine_spec()
+    else:
+        spec = get_gpt_layer_local_spec(normalization=args.normalization)
+        spec.submodules.input_layernorm = TorchNorm
+        spec.submodules.pre_mlp_layernorm = TorchNorm
+    if sharding is not None:
+        spec.module, spec.params = ShardedLayer, {"sharding": sharding}
     return spec
 
 
 def _block_spec(
-    args: Namespace, config: TransformerConfig, vp_stage: int | None
+    args: Namespace, config: TransformerConfig, vp_stage: int | None, sharding: Sharding | None
 ) -> ModuleSpec | TransformerBlockSubmodules:
-    spec = _layer_spec(args)
+    spec = _layer_spec(args, sharding)
     if uses_transformer_engine(args):
         return spec
     layers = get_num_layers_to_build(config, vp_stage=vp_stage)
     return TransformerBlockSubmodules(layer_specs=[spec] * layers, layer_norm=TorchNorm)
 
 
-def build_model(args: Namespace, config: TransformerConfig | None = None) -> list[GPTModel]:
+def build_model(
+    args: Namespace, config: TransformerConfig | None = None, sharding: Sharding | None = None
+) -> list[GPTModel]:
     """Builds this rank's model chunks, on the CPU or the current GPU.
 
     Args:
         args: Megatron's flags, with ``padded_vocab_size`` set from the tokenizer.
         config: Configuration to use instead of :func:`transformer_config`.
+        sharding: How to shard each unit before the next is built, so that a rank holds its shards
+            and one whole unit at most; the weights are the same. None builds chunks whole.
 
     Returns:
         One chunk, or one per virtual pipeline stage.
@@ -120,8 +136,8 @@ def build_model(args: Namespace, config: TransformerConfig | None = None) -> lis
     _seed(args.seed)
     chunks = args.virtual_pipeline_model_parallel_size
     if chunks is None:
-        return [_build_chunk(args, config, None)]
-    return [_build_chunk(args, config, stage) for stage in range(chunks)]
+        return [_build_chunk(args, config, None, sharding)]
+    return [_build_chunk(args, config, stage, sharding) for stage in range(chunks)]
 
 
 def _seed(seed: int) -> None:
@@ -132,27 +148,32 @@ def _seed(seed: int) -> None:
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
 
 
-def _build_chunk(args: Namespace, config: TransformerConfig, vp_stage: int | None) -> GPTModel:
+def _build_chunk(
+    args: Namespace, config: TransformerConfig, vp_stage: int | None, sharding: Sharding | None
+) -> GPTModel:
     edge = partial(
         parallel_state.is_pipeline_first_stage, ignore_virtual=vp_stage is None, vp_stage=vp_stage
     )
     last = partial(
         parallel_state.is_pipeline_last_stage, ignore_virtual=vp_stage is None, vp_stage=vp_stage
     )
-    model = GPTModel(
-        config=config,
-        transformer_layer_spec=_block_spec(args, config, vp_stage),
-        vocab_size=args.padded_vocab_size,
-        max_sequence_length=args.max_position_embeddings,
-        pre_process=edge(),
-        post_process=last(),
-        parallel_output=True,
-        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
-        position_embedding_type="rope",
-        rotary_base=args.rotary_base,
-        vp_stage=vp_stage,
-    )
-    return model.cuda() if torch.cuda.is_available() else model
+    tied = not args.untie_embeddings_and_output_weights
+    # A tied matrix is a part of what is built last, or copied to the last stage when all is built.
+    early = nullcontext() if sharding is None or tied else embeddings_sharded_when_built(sharding)
+    with early:
+        return GPTModel(
+            config=config,
+            transformer_layer_spec=_block_spec(args, config, vp_stage, sharding),
+            vocab_size=args.padded_vocab_size,
+            max_sequence_length=args.max_position_embeddings,
+            pre_process=edge(),
+            post_process=last(),
+            parallel_output=True,
+            share_embeddings_and_output_weights=tied,
+            position_embedding_type="rope",
+            rotary_base=args.rotary_base,
+            vp_stage=vp_stage,
+        )
 
 
 def count_parameters(args: Namespace) -> int:

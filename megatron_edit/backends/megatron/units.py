@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 import torch
 from megatron.core.models.gpt import GPTModel
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from megatron_edit.backends.megatron.sharding import Sharding
 from megatron_edit.engine.backend import Unit
 from megatron_edit.platform.fsdp_compat import gather_begun
 from megatron_edit.replicas.mesh import Mesh
@@ -93,27 +93,23 @@ def unit_names(num_layers: int, tied: bool) -> list[str]:
     return ["embedding", *layers] + ([] if tied else ["head"])
 
 
-def split_into_units(
-    chunk: GPTModel, mesh: Mesh, compute_dtype: torch.dtype, reshard_after_forward: bool
-) -> list[MegatronUnit]:
-    """Finds the units of a model chunk and shards them over the shard group.
-
-    With one rank in the shard group and fp32 compute there is nothing to shard or cast, and the
-    chunk stays as it is.
+def split_into_units(chunk: GPTModel, mesh: Mesh, sharding: Sharding) -> list[MegatronUnit]:
+    """Finds the units of a model chunk and shards those that are still whole.
 
     Args:
         chunk: A model chunk with fp32 parameters on their final device.
         mesh: The mesh.
-        compute_dtype: Type of the gathered parameters, float32 or bfloat16.
-        reshard_after_forward: Whether to release a unit after its forward and gather it again for
-            the backward (ZeRO-3), or to keep it.
+        sharding: How to shard.
 
     Returns:
         The units this chunk has a part of, in the order of their forward.
     """
     units = _find_units(chunk, mesh)
-    if mesh.shard > 1 or compute_dtype != torch.float32:
-        _shard(chunk, units, mesh, compute_dtype, reshard_after_forward)
+    for unit in units:
+        # A tied matrix is used at both ends of the chunk: it stays gathered with the chunk itself.
+        if not (unit.index == 0 and chunk.pre_process and len(unit.modules) > 1):
+            sharding.shard(unit.modules)
+    sharding.shard_root(chunk)
     owner = {name: unit for unit in units for name in unit.parameters}
     for local_name, parameter in chunk.named_parameters():
         name = global_name(chunk, local_name)
@@ -160,34 +156,6 @@ def _find_units(chunk: GPTModel, mesh: Mesh) -> list[MegatronUnit]:
             if id(parameter) in inside:
                 unit.parameters[global_name(chunk, name)] = parameter
     return units
-
-
-def _shard(
-    chunk: GPTModel,
-    units: list[MegatronUnit],
-    mesh: Mesh,
-    compute_dtype: torch.dtype,
-    reshard_after_forward: bool,
-) -> None:
-    """Applies FSDP2 unit by unit. Marks on parameters that it drops are put back."""
-    marks = {name: dict(vars(parameter)) for name, parameter in chunk.named_parameters()}
-    device_type = next(chunk.parameters()).device.type
-    options = {
-        "mesh": DeviceMesh.from_group(mesh.shard_group, device_type),
-        "mp_policy": MixedPrecisionPolicy(
-            param_dtype=compute_dtype,
-            reduce_dtype=torch.float32,
-            cast_forward_inputs=False,
-        ),
-    }
-    for unit in units:
-        # A tied matrix is used at both ends of the chunk: it stays gathered with the chunk itself.
-        if not (unit.index == 0 and chunk.pre_process and len(unit.modules) > 1):
-            fully_shard(unit.modules, reshard_after_forward=reshard_after_forward, **options)
-    fully_shard(chunk, reshard_after_forward=False, **options)
-    for name, parameter in chunk.named_parameters():
-        for mark, value in marks[name].items():
-            setattr(parameter, mark, value)
 
 
 def _is_counted(parameter: nn.Parameter, mesh: Mesh) -> bool:
