@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from megatron.core.models.gpt import GPTModel
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
