@@ -11,7 +11,12 @@ from megatron_edit.config.ds_keys import REFUSED, WITHOUT_EFFECT, without_effect
 from megatron_edit.config.methods import PRESETS
 from megatron_edit.errors import ConfigurationError
 
-SHIPPED = sorted((Path(__file__).parent.parent / "ds_configs").glob("*.json"))
+# Those for DeepSpeed's own engine, edit_zero*_hf.json, are read by that.
+SHIPPED = [
+    path
+    for path in sorted((Path(__file__).parent.parent / "ds_configs").glob("*.json"))
+    if not path.stem.endswith("_hf")
+]
 
 BAD_TEXTS = [
     ('{"train_batch_size": 8,\n "bf16" true}', ":2:9: malformed JSON: Expecting ':' delimiter"),
