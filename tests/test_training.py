@@ -339,7 +339,10 @@ def _by_the_clock(lines: list[str]) -> list[Run]:
 
 def test_replicas_by_the_clock_stop_where_they_are_together(tmp_path: Path) -> None:
     stops = "--edit-max-consecutive-rollbacks 2 --edit-sync-seconds 10 --train-iters 1000"
-    goes_on = "--edit-max-consecutive-rollbacks 4 --edit-sync-seconds 0.1 --train-iters 20"
+    goes_on = (
+        "--edit-max-consecutive-rollbacks 4 --edit-sync-seconds 0.1 --train-iters 20 "
+        "--use-checkpoint-opt_param-scheduler"
+    )
     lines = [
         f"--edit-method a_edit --log-interval 1000 {stops} --save {tmp_path}",
         f"--edit-method a_edit --log-interval 1000 {goes_on} --load {tmp_path}",
