@@ -6,7 +6,14 @@ from typing import get_args
 import pytest
 from pydantic import ValidationError
 
-from megatron_edit.config.edit_config import EditConfig, flag_name, help_text, parse_flag_value
+from megatron_edit.config.edit_config import (
+    Compression,
+    EditConfig,
+    Method,
+    flag_name,
+    help_text,
+    parse_flag_value,
+)
 from megatron_edit.config.methods import PRESETS, resolve
 from megatron_edit.config.parser import build_parser
 from megatron_edit.errors import (
@@ -15,6 +22,8 @@ from megatron_edit.errors import (
     exit_on_configuration_error,
     unknown_name,
 )
+from megatron_edit.replicas.encodings import ENCODINGS
+from megatron_edit.scaling.cluster import COMPRESSION_FACTORS
 
 BAD_VALUES = [
     ({"sync_interval": 0}, "edit.sync_interval: got 0; allowed: an integer >= 1"),
@@ -157,10 +166,16 @@ def test_config_is_frozen_and_forbids_extra_fields() -> None:
 
 
 def test_presets_are_rows_of_known_fields_and_cover_the_methods() -> None:
-    assert set(PRESETS) == set(get_args(EditConfig.model_fields["method"].annotation))
+    assert set(PRESETS) == set(get_args(Method))
     for method, overrides in PRESETS.items():
         assert set(overrides) <= set(EditConfig.model_fields), method
         resolve(method, {}, {})
+
+
+def test_every_compression_has_its_encoding_and_its_factor() -> None:
+    names = set(get_args(Compression))
+    assert set(ENCODINGS) == names - {"none"}
+    assert set(COMPRESSION_FACTORS) == names
 
 
 def test_flag_beats_json_beats_method_beats_default() -> None:

@@ -20,9 +20,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from megatron_edit.config.checks import TRACKER
 from megatron_edit.errors import ConfigurationError
 
-TRACKER = "latest_checkpointed_iteration.txt"
 STATE = "state.json"
 CONFIG = "effective_config.json"
 

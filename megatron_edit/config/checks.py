@@ -29,7 +29,8 @@ NEED_LOAD = (
     "no_load_optim", "no_load_rng", "finetune", "override_data_path",
     "override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler",
 )  # fmt: skip
-TRACKER_FILE = "latest_checkpointed_iteration.txt"
+# In the folder of --save: the step of the newest checkpoint.
+TRACKER = "latest_checkpointed_iteration.txt"
 
 
 def check_settings(args: argparse.Namespace) -> None:
@@ -347,9 +348,9 @@ def check_checkpoint(args: argparse.Namespace) -> None:
             )
     if args.save_interval is not None and args.save is None:
         raise ConfigurationError("--save-interval needs --save")
-    if args.load is not None and not (Path(args.load) / TRACKER_FILE).is_file():
+    if args.load is not None and not (Path(args.load) / TRACKER).is_file():
         raise ConfigurationError(
-            f"--load {args.load}: no checkpoint there ({TRACKER_FILE} is missing); leave --load "
+            f"--load {args.load}: no checkpoint there ({TRACKER} is missing); leave --load "
             "out to start anew",
             per_host=True,
         )

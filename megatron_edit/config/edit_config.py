@@ -17,6 +17,11 @@ FractionBelowOne = Annotated[float, Field(ge=0, lt=1)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 PositiveInt = Annotated[int, Field(ge=1)]
 
+Method = Literal["sync", "local_sgd", "post_local_sgd", "diloco", "co2", "edit", "a_edit"]
+Weighting = Literal["norm", "norm_per_step", "tokens", "uniform"]
+Detector = Literal["none", "paper", "history", "peer", "robust"]
+Compression = Literal["none", "bf16", "int8"]
+
 
 _KIND_NAMES = {
     bool: "true or false",
@@ -38,9 +43,7 @@ class EditConfig(BaseModel):
         use_attribute_docstrings=True,
     )
 
-    method: Literal["sync", "local_sgd", "post_local_sgd", "diloco", "co2", "edit", "a_edit"] = (
-        "edit"
-    )
+    method: Method = "edit"
     """Named preset of the fields below, each of which may still be set by itself."""
     replicas: PositiveInt | None = None
     """Number of replicas: full copies of the model that train between two synchronisations on
@@ -60,7 +63,7 @@ class EditConfig(BaseModel):
     gradient_dtype: Literal["fp32", "bf16"] = "fp32"
     """Type in which gradients cross between replicas that average them at every step: fp32, or bf16
     with half the bytes."""
-    weighting: Literal["norm", "norm_per_step", "tokens", "uniform"] = "norm"
+    weighting: Weighting = "norm"
     """Weight of a replica in a synchronisation: softmax of minus its pseudo-gradient norm (`norm`),
     the same with the norm per step of the round (`norm_per_step`), its samples of the round
     (`tokens`), or equal (`uniform`)."""
@@ -69,7 +72,7 @@ class EditConfig(BaseModel):
     weight_temperature_relative: PositiveFloat | None = None
     """Divisor of the norms before the softmax, as a multiple of the median norm of the round.
     Replaces weight_temperature; none = off."""
-    detector: Literal["none", "paper", "history", "peer", "robust"] = "robust"
+    detector: Detector = "robust"
     """Test that excludes a replica's part of a unit from a synchronisation: z-test of the norm
     (`paper`), z-test of the log of its change (`history`), comparison with the other replicas
     (`peer`, needs 3 of them), `history` or `peer` (`robust`)."""
@@ -108,7 +111,7 @@ class EditConfig(BaseModel):
     delay_round: bool = False
     """Whether a synchronisation takes one whole round, after which the replicas go on from the
     anchor (CO2)."""
-    compression: Literal["none", "bf16", "int8"] = "none"
+    compression: Compression = "none"
     """Encoding of pseudo gradients between replicas: fp32 (`none`), or fewer bytes with error
     feedback: 2x (`bf16`) or about 4x (`int8`, one scale per 256 values)."""
     landing: Literal["auto", "layers", "boundary"] = "auto"

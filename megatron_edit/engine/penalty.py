@@ -12,11 +12,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import Protocol
+from typing import Protocol, get_args
 
 import torch
 from torch import Tensor
 
+from megatron_edit.config.edit_config import Detector, Weighting
 from megatron_edit.replicas.masked_copy import zero_if_
 
 # 1 / the 0.75 quantile of the normal distribution: turns a MAD into a standard deviation.
@@ -25,8 +26,8 @@ MAD_TO_SIGMA = 1.4826
 SIGMA_FLOOR = 1e-5
 # With two replicas the median lies between them and neither can be told to be the odd one.
 MIN_PEERS = 3
-DETECTORS = ("none", "paper", "history", "peer", "robust")
-WEIGHTINGS = ("norm", "norm_per_step", "tokens", "uniform")
+DETECTORS: tuple[str, ...] = get_args(Detector)
+WEIGHTINGS: tuple[str, ...] = get_args(Weighting)
 
 
 class DetectorOptions(Protocol):

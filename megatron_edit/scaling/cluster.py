@@ -1,11 +1,12 @@
 """CLUSTER.yaml: the hardware, the model and what the planner may try. Units are in the names."""
 
 from pathlib import Path
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, TypeVar, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from megatron_edit.config.edit_config import Compression
 from megatron_edit.errors import ConfigurationError, did_you_mean
 from megatron_edit.scaling.closed_forms import BACKWARD_SHARE, FORWARD_SHARE
 
@@ -93,9 +94,6 @@ class Devices(_Section):
     """Rate of the server in each direction in Gbit/s; none = never the bottleneck."""
 
 
-Compression = Literal["none", "bf16", "int8"]
-
-
 class Search(_Section):
     """What the planner tries."""
 
@@ -111,7 +109,7 @@ class Search(_Section):
     """H (tau), inner steps of a round."""
     delays: NotEmpty[Annotated[int, Field(ge=0)]] = (0, 1, 4)
     """d, steps after which a synchronisation is applied."""
-    compressions: NotEmpty[Compression] = ("none", "bf16", "int8")
+    compressions: NotEmpty[Compression] = get_args(Compression)
     """Encodings of the pseudo gradient."""
     warmup_steps: Annotated[int, Field(ge=0)] = 1000
     """Synchronous steps at the start of a run of local SGD."""
