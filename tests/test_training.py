@@ -223,7 +223,8 @@ def test_a_replica_that_synchronisations_do_not_help_ends_the_run(tmp_path: Path
         "--edit-replicas 3 --edit-sync-interval 3 --max-nan-iterations 3 "
         "--edit-max-consecutive-rollbacks 2"
     )
-    lines = [f"{line} --save {tmp_path}", f"{line} --load {tmp_path} --train-iters 14"]
+    longer = "--train-iters 14 --override-opt_param-scheduler"
+    lines = [f"{line} --save {tmp_path}", f"{line} --load {tmp_path} {longer}"]
     results = run_ranks(_gradient_spoilt, 3, lines)
     stopped, resumed = results[0]
     assert (stopped.code, stopped.step) == (1, 10)
