@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Draws docs/mesh.svg and docs/sync.svg.
+"""Draws docs/mesh.svg, docs/sync.svg and docs/architecture.svg.
 
 python scripts/make_pictures.py
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from html import escape
 from pathlib import Path
+from typing import NamedTuple
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 INK, PAPER, GREY, LINE = "#1b1f24", "#ffffff", "#f3f4f6", "#9aa3ad"
@@ -169,6 +170,61 @@ def sync() -> None:
     picture.save("sync.svg")
 
 
+class Room(NamedTuple):
+    """A folder of the package in the picture: it may import what lies straight below it.
+
+    Attributes:
+        row: Its first, from the top.
+        rows: How many it is high.
+        left: Its first column, of four.
+        right: The column after its last.
+        inside: What is in it.
+    """
+
+    row: int
+    rows: int
+    left: int
+    right: int
+    inside: str
+
+
+ROOMS = {
+    "commands": Room(0, 1, 0, 4, "what a user types"),
+    "scaling": Room(1, 5, 3, 4, "laws, plans, simulation"),
+    "run": Room(1, 1, 0, 3, "loop, log, reasons to stop, failures"),
+    "checkpoint": Room(2, 1, 0, 3, "saving, resuming, whole models"),
+    "backends": Room(3, 1, 0, 3, "megatron, deepspeed: what trains and shards a replica"),
+    "engine": Room(4, 1, 0, 3, "the method: rounds, penalty, outer step"),
+    "replicas": Room(5, 1, 0, 2, "mesh, exchange, compression"),
+    "data": Room(5, 1, 2, 3, "text to batches"),
+    "config": Room(6, 1, 0, 4, "flags, JSON, methods, checks"),
+    "platform": Room(7, 1, 0, 3, "CPU, NCCL, private names of DeepSpeed and FSDP2"),
+    "errors": Room(8, 1, 0, 4, "a user's mistake, in one line"),
+}
+
+
+def architecture() -> None:
+    """The rooms of the package, the highest on top."""
+    picture = Picture(816, 506, "The folders of the package; each may import what lies below it")
+    picture.text(410, 26, "each room may import the rooms straight below it", font_size="16")
+    picture.labelled(20, 42, 776, 34, PAPER, "pretrain_edit.py, scripts, examples, your own script")
+    width, height, top = 195, 44, 84
+
+    for name, room in ROOMS.items():
+        x, y = 20 + width * room.left, top + height * room.row
+        across, down = width * (room.right - room.left) - 4, height * room.rows - 4
+        fill = {"engine": ORANGE, "scaling": GREY}.get(name, BLUE if room.row < 4 else GREEN)
+        picture.box(x, y, across, down, fill)
+        middle = y + down / 2
+        picture.text(x + across / 2, middle - 2, name, font_weight="bold")
+        picture.text(x + across / 2, middle + 13, room.inside, font_size="11")
+    note = "engine and replicas know no Megatron, FSDP2 or DeepSpeed; scaling knows no torch"
+    picture.text(408, 494, note)
+    picture.save("architecture.svg")
+
+
+PICTURES = (mesh, sync, architecture)
+
 if __name__ == "__main__":
-    mesh()
-    sync()
+    for draw in PICTURES:
+        draw()

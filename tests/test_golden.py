@@ -20,7 +20,8 @@ FILE = Path(__file__).parent / "golden" / "methods.json"
 # The numbers are given to 7 digits.
 TOLERANCE = 2e-6
 STEPS = 16
-METHODS = ["sync", "local_sgd", "post_local_sgd", "diloco", "co2", "edit"]
+# Rounds by the clock are no sequence that could be pinned.
+METHODS = [method for method in PRESETS if method != "a_edit"]
 
 
 class Slope(torch.nn.Module):

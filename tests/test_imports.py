@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+import make_pictures
 import pytest
 from imports import MAY_IMPORT, circle, forbidden, heavy, read, room
 
@@ -31,6 +32,21 @@ def test_every_room_has_its_rule() -> None:
     for here, allowed in MAY_IMPORT.items():
         assert here not in allowed
         assert not any(here in MAY_IMPORT[there] for there in allowed)
+
+
+def test_the_drawing_is_the_rule() -> None:
+    rooms = make_pictures.ROOMS
+    below = {
+        name: {
+            other
+            for other, lower in rooms.items()
+            if lower.row >= room.row + room.rows
+            and lower.left < room.right
+            and room.left < lower.right
+        }
+        for name, room in rooms.items()
+    }
+    assert below == MAY_IMPORT
 
 
 # (module, lines added to it, part of the complaint)

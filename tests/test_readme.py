@@ -20,7 +20,7 @@ from megatron_edit.config.parser import known_flags
 from megatron_edit.platform import nccl
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 FOLDERS = (
     "megatron_edit",
     "scripts",
@@ -34,8 +34,9 @@ FOLDERS = (
 LAUNCHER_FLAGS = [
     "--num_accelerators", "--no_ssh", "--node_rank", "--master_addr", "--master_port",
     "--nnodes", "--nproc_per_node", "--nproc-per-node", "--node-rank", "--master-addr",
-    "--master-port",
+    "--master-port", "--no-python", "--module", "--num_gpus",
 ]  # fmt: skip
+PIP_FLAGS = ["--no-deps"]
 # Read by the libraries underneath.
 LIBRARY_VARIABLES = {
     "GLOO_SOCKET_IFNAME",
@@ -47,6 +48,7 @@ LIBRARY_VARIABLES = {
 COMMANDS = {
     "./scripts/quickstart.sh": "test_quick_start",
     "./scripts/test.sh": "test_the_test_script",
+    "pip install .": "test_wheel.py",
     "DATA_PATH=/data/corpus_text_document TOKENIZER=/data/llama-tokenizer HOSTFILE=hostfile "
     "./scripts/pretrain_llama_7b_edit.sh": "test_7b_commands",
     "HOSTFILE=hostfile NODE_RANK=0 MASTER_ADDR=host0 ./scripts/pretrain_llama_7b_edit.sh": (
@@ -56,12 +58,11 @@ COMMANDS = {
         "test_7b_commands"
     ),
     "torchrun --nproc_per_node 4 -m examples.megatron_loop": "test_example.py",
-    "python scripts/plan_cluster.py examples/clusters/two_clusters_10gbps.yaml": "test_planner",
-    "python scripts/generate_text.py --load runs/quickstart/edit_tiny_cpu_360/checkpoints": (
+    "edit-plan examples/clusters/two_clusters_10gbps.yaml": "test_planner",
+    "edit-generate --load runs/quickstart/edit_tiny_cpu_360/checkpoints": "test_quick_start",
+    "edit-export --load runs/quickstart/edit_tiny_cpu_360/checkpoints --output llama": (
         "test_quick_start"
     ),
-    "python scripts/export_hf.py --load runs/quickstart/edit_tiny_cpu_360/checkpoints "
-    "--output llama": "test_quick_start",
     "CONFIG=ds_configs/sync_tiny_cpu.json ./scripts/quickstart.sh": "test_quick_start_of_sync",
     "python benchmarks/local_step.py": "test_benchmark",
     "./scripts/compare_methods.sh": "test_compare_methods.py",
@@ -98,7 +99,7 @@ def commands(page: Path) -> list[str]:
     text = page.read_text().replace("\\\n", " ")
     lines = re.findall(r"^    (\S.*)$", text, re.MULTILINE)
     lines += re.findall(r"`((?:\w+=[^\s`]+ )*(?:\./scripts/|python )[^`]*)`", text)
-    starts = re.compile(r"(\w+=\S+ )*(\./scripts/|python |torchrun |deepspeed )")
+    starts = re.compile(r"(\w+=\S+ )*(\./scripts/|(python|torchrun|deepspeed|pip|edit-\w+) )")
     found = [" ".join(line.split("#")[0].split()) for line in lines]
     return sorted({line for line in found if starts.match(line)})
 
@@ -108,7 +109,7 @@ def test_every_command_of_the_readme_has_its_test() -> None:
 
 
 def test_planner() -> None:
-    text = shell("python scripts/plan_cluster.py examples/clusters/two_clusters_10gbps.yaml")
+    text = shell("edit-plan examples/clusters/two_clusters_10gbps.yaml")
     assert "--edit-sync-interval" in text or "sync_interval" in text
 
 
@@ -132,15 +133,17 @@ def test_files_exist(page: Path) -> None:
         assert (ROOT / name).exists() or (page.parent / name).exists(), f"{page.name}: {name}"
 
 
+def own_flags() -> set[str]:
+    """Flags of the commands, of the other scripts and of the benchmarks."""
+    folders = ("megatron_edit/commands", "scripts", "benchmarks")
+    sources = [path.read_text() for folder in folders for path in (ROOT / folder).glob("*.py")]
+    return {flag for source in sources for flag in re.findall(r"\"(--[\w-]+)\"", source)}
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_flags_exist(page: Path) -> None:
-    own = {
-        flag
-        for script in [*(ROOT / "scripts").glob("*.py"), *(ROOT / "benchmarks").glob("*.py")]
-        for flag in re.findall(r"\"(--[\w-]+)\"", script.read_text())
-    }
     made = {"--" + name.replace("_", "-") for name in simulate.DIRECT}
-    known = {*known_flags(), *own, *made, *LAUNCHER_FLAGS, "--help"}
+    known = {*known_flags(), *own_flags(), *made, *LAUNCHER_FLAGS, *PIP_FLAGS, "--help"}
     for flag in re.findall(r"(?<![\w-])--[a-z][\w-]*", page.read_text()):
         # `--edit-*` stands for all of them.
         assert flag in known or flag == "--edit-", f"{page.name}: {flag}"
@@ -161,8 +164,8 @@ def test_tables_are_up_to_date(name: str) -> None:
 
 def test_pictures_are_up_to_date(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(make_pictures, "DOCS", tmp_path)
-    make_pictures.mesh()
-    make_pictures.sync()
+    for draw in make_pictures.PICTURES:
+        draw()
     for picture in tmp_path.iterdir():
         assert picture.read_text() == (ROOT / "docs" / picture.name).read_text(), picture.name
 

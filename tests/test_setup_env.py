@@ -1,4 +1,4 @@
-"""scripts/setup_env.sh takes every Python that the package allows, and no other."""
+"""Every Python that the package allows, and no other, makes an environment and is tried by CI."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).resolve().parent.parent
 # Knows its version, notes what else it is asked for, and makes environments of itself.
@@ -61,3 +62,13 @@ def test_another_python_is_refused(version: tuple[int, int], tmp_path: Path) -> 
     assert result.stderr.startswith(f"error: '{tmp_path}/python' is no Python 3.10 to 3.13")
     assert result.stderr.count("\n") == 1
     assert not (tmp_path / ".venv").exists()
+
+
+def test_ci_runs_with_every_allowed_python() -> None:
+    text = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
+    job = yaml.safe_load(text)["jobs"]["test"]
+    (_, first), (_, last) = allowed()
+    assert job["strategy"]["matrix"]["python"] == [f"3.{m}" for m in range(first, last + 1)]
+    assert job["env"]["PYTHON"] == "python"
+    (command,) = [step["run"] for step in job["steps"] if "run" in step]
+    assert os.access(ROOT / command, os.X_OK)
