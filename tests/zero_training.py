@@ -61,12 +61,12 @@ class ZeroCase:
             "edit": {**edit, **self.edit},
         }
 
-    def model(self) -> Any:
+    def model(self, vocabulary: int = VOCABULARY, positions: int = SEQUENCE) -> Any:
         torch.manual_seed(5)
         config = LlamaConfig(
-            vocab_size=VOCABULARY, hidden_size=64, intermediate_size=97, num_hidden_layers=LAYERS,
+            vocab_size=vocabulary, hidden_size=64, intermediate_size=97, num_hidden_layers=LAYERS,
             num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=self.tied,
-            max_position_embeddings=SEQUENCE, initializer_range=0.05,
+            max_position_embeddings=positions, initializer_range=0.05,
         )  # fmt: skip
         model = LlamaForCausalLM(config)
         if self.gradient_checkpointing:
