@@ -241,7 +241,8 @@ def test_a_replica_that_synchronisations_do_not_help_ends_the_run(tmp_path: Path
 def test_replicas_by_the_clock_go_back_where_they_meet(tmp_path: Path) -> None:
     line = "--edit-method a_edit --edit-sync-seconds 0.1"
     stops = "--max-nan-iterations 2 --edit-max-consecutive-rollbacks 1 --train-iters 4000"
-    lines = [f"{line} {stops} --save {tmp_path}", f"{line} --train-iters 1 --load {tmp_path}"]
+    loads = f"--train-iters 1 --load {tmp_path} --use-checkpoint-opt_param-scheduler"
+    lines = [f"{line} {stops} --save {tmp_path}", f"{line} {loads}"]
     results = run_ranks(_gradient_spoilt, 2, lines)
     assert [stopped.code for stopped, _ in results] == [1, 1]
     assert "1 synchronisations in a row did not help" in results[0][0].err
