@@ -5,16 +5,14 @@ deepspeed --num_accelerators 4 pretrain_edit.py ... --deepspeed --deepspeed_conf
 
 from __future__ import annotations
 
-import os
 import sys
 from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
 import torch.distributed as dist
 
-from megatron_edit.config.arguments import describe, parse_args
+from megatron_edit.config.arguments import parse_args
 from megatron_edit.errors import exit_on_configuration_error
 from megatron_edit.run.exit_agreement import build_agreement
 from megatron_edit.run.failure import HostPeers, exit_on_failure, located, watching
@@ -22,7 +20,6 @@ from megatron_edit.run.stop import Stop, StopConditions, nan_limit, rollback_lim
 
 if TYPE_CHECKING:
     from megatron_edit.checkpoint.checkpoint import Saver
-    from megatron_edit.replicas.mesh import Mesh
     from megatron_edit.run.monitor import Monitor
     from megatron_edit.run.trainer import Trainer
 
@@ -47,6 +44,7 @@ def pretrain(args: Namespace) -> int:
     from megatron_edit.data.tokenizer import build_tokenizer, model_vocab_size
     from megatron_edit.platform import cpu
     from megatron_edit.run.monitor import Monitor
+    from megatron_edit.run.set_up import set_up
     from megatron_edit.run.trainer import Trainer, optimizer_config
 
     tokenizer = build_tokenizer(args)
@@ -99,31 +97,6 @@ def pretrain(args: Namespace) -> int:
             if stop.save:
                 save(args, trainer, monitor, saver)
     return 1 if stop is not None and stop.failed else 0
-
-
-def set_up(args: Namespace) -> Mesh:
-    """Joins the other ranks and says what runs where."""
-    from megatron_edit.backends.megatron.mesh import build_mesh
-    from megatron_edit.platform import cpu, ds_compat, nccl
-
-    if torch.cuda.is_available():
-        torch.cuda.set_device(args.local_rank)
-    cpu.install()
-    ds_compat.init_distributed(args.distributed_backend, args.distributed_timeout_minutes)
-    mesh = build_mesh(
-        args.replicas,
-        args.tensor_model_parallel_size,
-        args.pipeline_model_parallel_size,
-        args.virtual_pipeline_model_parallel_size,
-        args.distributed_timeout_minutes,
-    )
-    if ds_compat.configure_comms_logger(args.ds_config):
-        mesh.peers.on_collective = ds_compat.log_collective
-    if args.rank == 0:
-        print(mesh.describe(), flush=True)
-        nccl.warn_of_one_queue(args.distributed_backend, os.environ)
-        print(describe(args), flush=True)
-    return mesh
 
 
 def train(
