@@ -28,10 +28,13 @@ def position_hash(tensor: torch.Tensor) -> torch.Tensor:
 def bit_sum(flat: torch.Tensor) -> torch.Tensor:
     """Sum of the bits of a flat fp32 buffer, read as int64; 0-dim int64, wraps around.
 
-    One pass without temporaries. A single changed bit always changes it.
+    One pass without temporaries. A single changed bit always changes it. It depends on whether the
+    buffer begins at an odd place of its storage.
     """
-    paired = flat.numel() // 2 * 2
-    return flat[:paired].view(torch.int64).sum() + flat[paired:].view(torch.int32).sum()
+    first = min(flat.storage_offset() % 2, flat.numel())
+    paired = first + (flat.numel() - first) // 2 * 2
+    single = flat[:first].view(torch.int32).sum() + flat[paired:].view(torch.int32).sum()
+    return flat[first:paired].view(torch.int64).sum() + single
 
 
 def combine(sums: list[torch.Tensor]) -> torch.Tensor:

@@ -23,8 +23,8 @@ def outer_step_(
 
     With g the pseudo gradient: m <- mu m + g, then anchor <- anchor - lr (g + mu m) with
     Nesterov momentum and anchor <- anchor - lr m without. The operations are those of
-    `torch.optim.SGD`, in its order, so that the results are bitwise the same. One temporary of
-    the size of the anchor is allocated.
+    `torch.optim.SGD`, in its order, so that the results are bitwise the same. One temporary
+    of the size of the anchor is allocated.
 
     Args:
         anchor: fp32, any shape.
@@ -43,18 +43,21 @@ def outer_step_(
     if momentum is None and (mu != 0 or momentum_clip is not None):
         raise ValueError(f"outer momentum {mu}, clip {momentum_clip}: needs a momentum buffer")
     chosen = apply if apply.dtype == torch.bool else apply != 0
+    # A condition that is known to hold spares the copies: everything is computed in its place.
+    in_place = apply.is_cpu
+    if in_place and not chosen:
+        return
+    scratch = torch.empty_like(anchor)
     update = pseudo_grad
-    if momentum is None:
-        scratch = torch.empty_like(anchor)
-    else:
+    if momentum is not None:
         # Not `add(alpha=mu)` alone: that may fuse the product and the sum, SGD rounds twice here.
-        scratch = torch.mul(momentum, mu).add_(pseudo_grad)
+        moved = torch.mul(momentum, mu, out=momentum if in_place else scratch).add_(pseudo_grad)
         if momentum_clip is not None:
-            scratch.clamp_(-momentum_clip, momentum_clip)
-        copy_if_(momentum, chosen, scratch)
+            moved.clamp_(-momentum_clip, momentum_clip)
+        copy_if_(momentum, chosen, moved)
         if nesterov and mu != 0:
             update = torch.add(pseudo_grad, momentum, alpha=mu, out=scratch)
         else:
             update = momentum
-    torch.add(anchor, update, alpha=-lr, out=scratch)
-    copy_if_(anchor, chosen, scratch)
+    moved = torch.add(anchor, update, alpha=-lr, out=anchor if in_place else scratch)
+    copy_if_(anchor, chosen, moved)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -11,9 +12,10 @@ from megatron_edit.engine.backend import Unit
 from megatron_edit.engine.fingerprint import bit_sum
 from megatron_edit.engine.outer import outer_step_
 from megatron_edit.engine.penalty import contribution_
+from megatron_edit.engine.stretches import Squares, Stretch, stretches_of
 from megatron_edit.replicas.chains import Chains
 from megatron_edit.replicas.compression import Compressor
-from megatron_edit.replicas.masked_copy import zero_if_
+from megatron_edit.replicas.masked_copy import scale_, zero_if_
 from megatron_edit.replicas.peers import PeerGroup, Pending
 
 
@@ -71,7 +73,7 @@ class OuterState:
         self.unit = unit
         self._config, self._peers = config, peers
         self._device = unit.locals[0].device
-        self._counted = torch.tensor([float(c) for c in unit.counted], device=self._device)
+        self._stretches = stretches_of(unit)
         anchor = torch.empty(unit.numel, device=self._device)
         unit.copy_to(anchor)
         self.anchor = self._at_home(anchor)
@@ -88,16 +90,30 @@ class OuterState:
             sizes = [local.numel() for local in unit.locals]
             self.compressor = Compressor(config.compression, sizes, peers, chains, self._device)
 
-    def squared_norm(self, flat: torch.Tensor) -> torch.Tensor:
-        """Sum of squares of the elements of ``flat`` that this rank counts, 0-dim fp32."""
-        norms = torch.stack(torch._foreach_norm(self.unit.views(flat)))
-        return (norms.square() * self._counted).sum()
+    def measure(self, takes: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Measures the pseudo gradient, anchor - parameters, and sums up the anchor's bits.
+
+        Args:
+            takes: Whether it is needed, too.
+
+        Returns:
+            Sum of squares of those of its elements that this rank counts, 0-dim fp32; and, if it is
+            needed, itself, a new ``[numel]`` fp32 buffer.
+        """
+        anchor = self._on_device(self.anchor)
+        delta = torch.empty_like(anchor) if takes else None
+        squares, bits = Squares(self._device), torch.zeros_like(self.anchor_sum)
+        for stretch, part in self._differences(anchor, delta):
+            squares.add(stretch, part)
+            bits += bit_sum(anchor[stretch.span])
+        self.anchor_sum = bits
+        return squares.sum(), delta
 
     def pseudo_gradient(self) -> torch.Tensor:
         """anchor - parameters, a new ``[numel]`` fp32 buffer."""
-        anchor = self._on_device(self.anchor)
-        self.anchor_sum = bit_sum(anchor)
-        return self._difference(anchor)
+        _, delta = self.measure(takes=True)
+        assert delta is not None
+        return delta
 
     @property
     def payload_bytes(self) -> float:
@@ -121,10 +137,13 @@ class OuterState:
                 landing in a later step. Otherwise the landing follows at once.
             keeps_progress: Local progress from now until the landing is to be kept.
         """
-        if taken is None:
+        if taken is not None:
+            payload = contribution_(taken, decision.weight)
+        else:
             anchor, _ = self._visit()
-            taken = self._difference(anchor)
-        payload = contribution_(taken, decision.weight)
+            payload = torch.empty_like(anchor)
+            for _, part in self._differences(anchor, payload):
+                contribution_(part, decision.weight)
         departure = None
         if keeps_progress:
             departure = torch.empty_like(payload)
@@ -141,63 +160,86 @@ class OuterState:
         return Flight(payload, pending, departure)
 
     def average(self, flight: Flight) -> torch.Tensor:
-        """The averaged pseudo gradient of a flight that has been waited for, ``[numel]`` fp32.
+        """Makes the averaged pseudo gradient of the payload of a flight that has been waited for.
 
         With ``delay_round`` the anchor has moved since the pseudo gradient was taken, by -lr times
         the momentum; it is measured from where the anchor is now (CO2).
-        """
-        payload = flight.payload
-        if self._config.delay_round:
-            _, momentum = self._visit()
-            payload.sub_(torch.where(self.moved, momentum, 0.0), alpha=self._config.outer_lr)
-        penalty = self._config.staleness_gap_penalty
-        return payload if penalty == 1 else payload.div_(penalty)
 
-    def land(self, flight: Flight, decision: Decision) -> torch.Tensor:
+        Returns:
+            Sum of squares of its elements that this rank counts, 0-dim fp32.
+        """
+        penalty = self._config.staleness_gap_penalty
+        squares = Squares(self._device)
+        for stretch in self._stretches:
+            part = flight.payload[stretch.span]
+            if self._config.delay_round:
+                _, momentum = self._visit()
+                assert momentum is not None
+                moved_by = zero_if_(momentum[stretch.span].clone(), ~self.moved)
+                part.sub_(moved_by, alpha=self._config.outer_lr)
+            if penalty != 1:
+                part.div_(penalty)
+            squares.add(stretch, part)
+        return squares.sum()
+
+    def land(
+        self, flight: Flight, decision: Decision, clip_coefficient: torch.Tensor | None
+    ) -> torch.Tensor:
         """Outer step with the flight's payload as the gradient; the parameters follow the anchor.
 
         Args:
-            flight: From :meth:`launch`, waited for.
+            flight: From :meth:`launch`, through :meth:`average`.
             decision: What it was launched with.
+            clip_coefficient: 0-dim fp32, what the payload is multiplied by first; None is 1.
 
         Returns:
             Squares of the counted elements of anchor and momentum, ``[2]``, for the log.
         """
         anchor, momentum = self._visit()
-        outer_step_(
-            anchor,
-            momentum,
-            flight.payload,
-            self._config.outer_lr,
-            self._config.outer_momentum,
-            self._config.outer_nesterov,
-            decision.anchor_moves,
-            momentum_clip=self._config.outer_momentum_clip,
-        )
+        anchor_squares, momentum_squares = Squares(self._device), Squares(self._device)
+        for stretch in self._stretches:
+            gradient, own_anchor = flight.payload[stretch.span], anchor[stretch.span]
+            own_momentum = None if momentum is None else momentum[stretch.span]
+            if clip_coefficient is not None:
+                scale_(gradient, clip_coefficient)
+            outer_step_(
+                own_anchor,
+                own_momentum,
+                gradient,
+                self._config.outer_lr,
+                self._config.outer_momentum,
+                self._config.outer_nesterov,
+                decision.anchor_moves,
+                momentum_clip=self._config.outer_momentum_clip,
+            )
+            anchor_squares.add(stretch, own_anchor)
+            if own_momentum is not None:
+                momentum_squares.add(stretch, own_momentum)
+            if flight.departure is not None:
+                lost = flight.departure[stretch.span]
+                stretch.less_masters(lost, out=lost)
+                # An excluded replica's progress starts from parameters that nobody wants back.
+                torch.sub(own_anchor, zero_if_(lost, ~decision.accepted), out=lost)
         self.moved.copy_(decision.anchor_moves)
-        self._follow(anchor, flight.departure, decision.accepted)
+        self.unit.copy_from(anchor if flight.departure is None else flight.departure)
         self._leave()
-        squares = [self.squared_norm(buffer) for buffer in (anchor, momentum) if buffer is not None]
-        return torch.stack(
-            squares if len(squares) == 2 else [*squares, torch.zeros_like(squares[0])]
-        )
+        return torch.stack([anchor_squares.sum(), momentum_squares.sum()])
 
-    def _follow(
-        self, anchor: torch.Tensor, departure: torch.Tensor | None, accepted: torch.Tensor
-    ) -> None:
-        """Moves the parameters to the anchor, plus what was learned since the departure."""
-        if departure is None:
-            self.unit.copy_from(anchor)
-            return
-        torch._foreach_sub_(self.unit.views(departure), self.unit.locals)
-        # An excluded replica's progress starts from parameters that nobody wants back.
-        zero_if_(departure, ~accepted)
-        self.unit.copy_from(torch.sub(anchor, departure, out=departure))
+    def _differences(
+        self, anchor: torch.Tensor, buffer: torch.Tensor | None
+    ) -> Iterator[tuple[Stretch, torch.Tensor]]:
+        """anchor - parameters, one stretch after the other.
 
-    def _difference(self, anchor: torch.Tensor) -> torch.Tensor:
-        delta = anchor.clone()
-        torch._foreach_sub_(self.unit.views(delta), self.unit.locals)
-        return delta
+        Args:
+            anchor: The anchor on the device.
+            buffer: ``[numel]`` fp32, where they are written; None for memory that the next stretch
+                uses again.
+        """
+        longest = max((stretch.numel for stretch in self._stretches), default=0)
+        scratch = anchor.new_empty(longest) if buffer is None else buffer
+        for stretch in self._stretches:
+            part = scratch[: stretch.numel] if buffer is None else buffer[stretch.span]
+            yield stretch, stretch.less_masters(anchor[stretch.span], out=part)
 
     def _at_home(self, buffer: torch.Tensor) -> torch.Tensor:
         if not self._config.offload_outer_state:

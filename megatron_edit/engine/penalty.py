@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from megatron_edit.config.edit_config import Detector, Weighting
-from megatron_edit.replicas.masked_copy import zero_if_
+from megatron_edit.replicas.masked_copy import scale_, zero_if_
 
 # 1 / the 0.75 quantile of the normal distribution: turns a MAD into a standard deviation.
 MAD_TO_SIGMA = 1.4826
@@ -251,7 +251,7 @@ def contribution_(delta: Tensor, weight: Tensor) -> Tensor:
     Returns:
         `delta`.
     """
-    return zero_if_(delta, weight == 0).mul_(weight)
+    return scale_(zero_if_(delta, weight == 0), weight)
 
 
 def clip_coefficient(norm: Tensor, clip: float | None) -> Tensor:

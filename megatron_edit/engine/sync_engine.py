@@ -298,10 +298,9 @@ class SyncEngine:
         squares = torch.zeros(len(self.unit_names), device=self.device)
         anchors = []
         for state in round_.states:
-            delta = state.pseudo_gradient()
+            squares[state.unit.index], delta = state.measure(takes)
             anchors.append(state.anchor_sum)
-            squares[state.unit.index] = state.squared_norm(delta)
-            if takes:
+            if delta is not None:
                 round_.taken[state.unit.index] = delta
         if self.mesh.replica_size > 1:
             dist.all_reduce(squares, group=self.mesh.worker_group)
@@ -402,14 +401,15 @@ class SyncEngine:
         flight = round_.flights.pop(unit.index)
         with round_.record.exposed():
             flight.pending.wait()
-        delta = state.average(flight)
-        square = state.squared_norm(delta)
+        square = state.average(flight)
+        clip_coefficient = None
         if self.config.clip is not None:
             group = self.mesh.worker_group if unit.spans_stages else self.mesh.stage_group
             norm = self.mesh.sum_in_order(square, group).sqrt()
-            delta.mul_(penalty.clip_coefficient(norm, self.config.clip))
+            clip_coefficient = penalty.clip_coefficient(norm, self.config.clip)
         decision = round_.decision(self.mesh.replica, unit.index)
-        round_.record.applied(unit.index, square, state.land(flight, decision))
+        outer = state.land(flight, decision, clip_coefficient)
+        round_.record.applied(unit.index, square, outer)
         del round_.to_land[unit.index]
 
     def _close_round(self) -> None:

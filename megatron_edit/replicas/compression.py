@@ -22,7 +22,6 @@ import torch
 
 from megatron_edit.replicas.chains import Chains
 from megatron_edit.replicas.encodings import ENCODINGS
-from megatron_edit.replicas.masked_copy import copy_if_, zero_if_
 from megatron_edit.replicas.padding import Padding
 from megatron_edit.replicas.peers import Gathering, PeerGroup, Pending
 
@@ -39,7 +38,7 @@ class Compressor:
 
     Attributes:
         padding: Which values each replica adds up: those of its row.
-        error: ``[R * row]`` fp32, what this replica's encoding has lost so far.
+        error: ``[R * row]`` fp32, what this replica's encoding has lost so far, padded.
         sum_error: ``[row]`` fp32, what the encoding of this rank's row of the sum has lost.
     """
 
@@ -98,14 +97,11 @@ class _Stages:
         """Encodes the payload and sends row i to replica i."""
         it = self._compressor
         encoded = self._empty_rows(it.peers.size)
-        both = self._scratch()
         for stretch in it.padding.stretches:
-            values, lost = both[:, : stretch.numel]
-            stretch.gather(self._payload, values)
-            error = it.error[stretch.padded]
-            values.add_(zero_if_(lost.copy_(error), ~self._accepted))
-            it.encoding.write(values, encoded[stretch.row], stretch.span.start, lost)
-            copy_if_(error, self._accepted, lost)
+            owed = it.error[stretch.padded]
+            stretch.add(self._payload, owed)
+            row, start = encoded[stretch.row], stretch.span.start
+            it.encoding.write(owed, row, start, withheld=~self._accepted)
         self._parts = it.peers.start_all_to_all(encoded.view(-1), self._phase)
 
     @torch.no_grad()
@@ -115,17 +111,15 @@ class _Stages:
         it, rows = self._compressor, self._parts.wait()
         self._parts = None
         encoded = self._empty_rows(1)
-        both = self._scratch()
+        scratch = self._scratch()
         for span in it.padding.spans:
-            total, other = both[:, : span.stop - span.start]
-            it.encoding.read(rows[0], span.start, total)
+            owed = it.sum_error[span]
             # One after the other: the order in which a kernel adds may depend on the place.
-            for row in rows[1:]:
-                it.encoding.read(row, span.start, other)
-                total.add_(other)
-            total.add_(it.sum_error[span])
-            it.encoding.write(total, encoded[0], span.start, other)
-            copy_if_(it.sum_error[span], self._any_accepted, other)
+            for row in rows:
+                part = scratch[: owed.numel()]
+                it.encoding.read(row, span.start, part)
+                owed.add_(part)
+            it.encoding.write(owed, encoded[0], span.start, withheld=~self._any_accepted)
         self._sums = it.peers.start_all_gather(encoded.view(-1), self._phase, payload=True)
 
     @torch.no_grad()
@@ -134,9 +128,9 @@ class _Stages:
         assert self._sums is not None
         it, rows = self._compressor, self._sums.wait()
         self._sums = None
-        both = self._scratch()
+        scratch = self._scratch()
         for stretch in it.padding.stretches:
-            values = both[0, : stretch.numel]
+            values = scratch[: stretch.numel]
             it.encoding.read(rows[stretch.row], stretch.span.start, values)
             stretch.scatter(values, self._payload)
 
@@ -147,4 +141,4 @@ class _Stages:
 
     def _scratch(self) -> torch.Tensor:
         longest = max((s.numel for s in self._compressor.padding.stretches), default=0)
-        return self._payload.new_empty(2, longest)
+        return self._payload.new_empty(longest)

@@ -10,6 +10,8 @@ from typing import Protocol
 
 import torch
 
+from megatron_edit.replicas.masked_copy import zero_if_
+
 # Values that share one fp32 scale in int8.
 BLOCK = 256
 
@@ -21,15 +23,15 @@ class Encoding(Protocol):
         """Bytes of a row of so many values."""
 
     def write(
-        self, values: torch.Tensor, row: torch.Tensor, start: int, lost: torch.Tensor
+        self, values: torch.Tensor, row: torch.Tensor, start: int, withheld: torch.Tensor
     ) -> None:
-        """Encodes a part of a row.
+        """Encodes a part of a row, and subtracts what it is decoded to from the values.
 
         Args:
-            values: ``[n]`` fp32, n a multiple of :data:`BLOCK`.
+            values: ``[n]`` fp32, n a multiple of :data:`BLOCK`; what the encoding loses is left.
             row: ``[bytes]`` uint8.
             start: Number of the first of the values in the row, a multiple of :data:`BLOCK`.
-            lost: ``[n]`` fp32, receives the values less what they are decoded to.
+            withheld: 0-dim bool. If it holds, zeros are encoded, and all of the values is left.
         """
 
     def read(self, row: torch.Tensor, start: int, values: torch.Tensor) -> None:
@@ -44,11 +46,11 @@ class Bf16:
         return 2 * values
 
     def write(
-        self, values: torch.Tensor, row: torch.Tensor, start: int, lost: torch.Tensor
+        self, values: torch.Tensor, row: torch.Tensor, start: int, withheld: torch.Tensor
     ) -> None:
         """Encodes a part of a row."""
         encoded = row.view(torch.bfloat16)[start : start + values.numel()].copy_(values)
-        torch.sub(values, lost.copy_(encoded), out=lost)
+        values.sub_(zero_if_(encoded, withheld))
 
     def read(self, row: torch.Tensor, start: int, values: torch.Tensor) -> None:
         """Decodes a part of a row."""
@@ -63,17 +65,16 @@ class Int8:
         return values + 4 * (values // BLOCK)
 
     def write(
-        self, values: torch.Tensor, row: torch.Tensor, start: int, lost: torch.Tensor
+        self, values: torch.Tensor, row: torch.Tensor, start: int, withheld: torch.Tensor
     ) -> None:
         """Encodes a part of a row."""
         integers, scales = self._parts(row, start, values.numel())
-        steps = lost.view(-1, BLOCK)
-        torch.amax(torch.abs(values, out=lost).view(-1, BLOCK), dim=1, keepdim=True, out=scales)
-        scales.div_(127)
-        torch.div(values.view(-1, BLOCK), scales.clamp(min=1e-38), out=steps).round_()
-        integers.copy_(steps)
-        steps.mul_(scales)
-        torch.sub(values, lost, out=lost)
+        blocks = values.view(-1, BLOCK)
+        steps = blocks.abs()
+        torch.amax(steps, dim=1, keepdim=True, out=scales).div_(127)
+        torch.div(blocks, scales.clamp(min=1e-38), out=steps).round_()
+        integers.copy_(zero_if_(steps, withheld))
+        blocks.sub_(steps.mul_(scales))
 
     def read(self, row: torch.Tensor, start: int, values: torch.Tensor) -> None:
         """Decodes a part of a row."""

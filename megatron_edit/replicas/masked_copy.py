@@ -27,6 +27,21 @@ def copy_if_(target: Tensor, condition: Tensor, source: Tensor) -> Tensor:
     return target.copy_(source) if condition else target
 
 
+def scale_(target: Tensor, factor: Tensor) -> Tensor:
+    """Multiplies by a factor, which often is 1.
+
+    Args:
+        target: Any shape; changed in place.
+        factor: 0-dim, on the device of `target`.
+
+    Returns:
+        `target`.
+    """
+    if factor.is_cpu and factor == 1:
+        return target
+    return target.mul_(factor)
+
+
 def zero_if_(target: Tensor, condition: Tensor) -> Tensor:
     """Fills `target` with zeros if the condition holds.
 

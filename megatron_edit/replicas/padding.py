@@ -38,12 +38,10 @@ class Stretch:
         """Elements, padding included."""
         return self.span.stop - self.span.start
 
-    def gather(self, payload: torch.Tensor, values: torch.Tensor) -> None:
-        """Copies the stretch's part of a payload into ``values``, with zeros between."""
-        if sum(place.stop - place.start for place, _ in self.pieces) < self.numel:
-            values.zero_()
+    def add(self, payload: torch.Tensor, values: torch.Tensor) -> None:
+        """Adds the stretch's part of a payload to ``values``, and nothing to the padding."""
         if self.pieces:
-            torch._foreach_copy_(
+            torch._foreach_add_(
                 [values[inside] for _, inside in self.pieces],
                 [payload[place] for place, _ in self.pieces],
             )
