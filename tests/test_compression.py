@@ -15,6 +15,7 @@ from megatron_edit.replicas.chains import Chains
 from megatron_edit.replicas.compression import Compressor
 from megatron_edit.replicas.encodings import BLOCK, ENCODINGS
 from megatron_edit.replicas.padding import Padding
+from megatron_edit.replicas.stopwatch import Stopwatch
 
 CPU = torch.device("cpu")
 
@@ -92,7 +93,7 @@ def _sum_rounds(compression: str, numel: int, rounds: int) -> dict[str, Any]:
     sums, exact = [], []
     for round_ in range(rounds):
         payload = payload_of(dist.get_rank(), numel, round_)
-        compressor.all_reduce(payload, yes, yes, "test").wait()
+        compressor.all_reduce(payload, yes, yes, "test", Stopwatch(CPU)).wait()
         sums.append(payload.numpy().copy())
         exact.append(sum(payload_of(rank, numel, round_) for rank in range(world)).numpy())
     return {
@@ -138,14 +139,14 @@ def _excluded() -> dict[str, Any]:
     compressor = Compressor("int8", [numel], mesh.peers, Chains(CPU), CPU)
     yes, no = torch.tensor(True), torch.tensor(False)
     first = payload_of(rank, numel)
-    compressor.all_reduce(first, yes, yes, "test").wait()
+    compressor.all_reduce(first, yes, yes, "test", Stopwatch(CPU)).wait()
     kept = compressor.error.clone(), compressor.sum_error.clone()
     second = payload_of(0, numel, 1) if rank == 0 else torch.zeros(numel)
-    compressor.all_reduce(second, torch.tensor(rank == 0), yes, "test").wait()
+    compressor.all_reduce(second, torch.tensor(rank == 0), yes, "test", Stopwatch(CPU)).wait()
     own_kept = torch.equal(compressor.error, kept[0])
     kept = compressor.error.clone(), compressor.sum_error.clone()
     nothing = torch.zeros(numel)
-    compressor.all_reduce(nothing, no, no, "test").wait()
+    compressor.all_reduce(nothing, no, no, "test", Stopwatch(CPU)).wait()
     all_kept = torch.equal(compressor.error, kept[0]) and torch.equal(compressor.sum_error, kept[1])
     sent = payload_of(0, numel, 1)
     steps_off = (second - sent).abs().max() / (sent.abs().max() / 127)

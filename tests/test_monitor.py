@@ -34,6 +34,7 @@ MEGATRON_TAGS = [
 EDIT_TAGS = [
     "edit/pseudo-grad-norm", "edit/anomalies", "edit/rollbacks", "edit/clip-coef",
     "edit/outer-momentum-norm", "edit/drift", "edit/exposed-sync-ms", "edit/sync-bytes",
+    "edit/computing-sync-ms",
     *[f"edit/pseudo-grad-norm/{unit}" for unit in UNITS],
     *[f"edit/{kind}/replica-{i}" for kind in ("weight", "steps-in-round", "loss") for i in (0, 1)],
 ]  # fmt: skip

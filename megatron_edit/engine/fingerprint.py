@@ -31,7 +31,9 @@ def bit_sum(flat: torch.Tensor) -> torch.Tensor:
     One pass without temporaries. A single changed bit always changes it. It depends on whether the
     buffer begins at an odd place of its storage.
     """
-    first = min(flat.storage_offset() % 2, flat.numel())
+    if flat.numel() < 2:
+        return flat.view(torch.int32).sum()
+    first = flat.storage_offset() % 2
     paired = first + (flat.numel() - first) // 2 * 2
     single = flat[:first].view(torch.int32).sum() + flat[paired:].view(torch.int32).sum()
     return flat[first:paired].view(torch.int64).sum() + single

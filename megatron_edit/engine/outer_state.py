@@ -17,6 +17,7 @@ from megatron_edit.replicas.chains import Chains
 from megatron_edit.replicas.compression import Compressor
 from megatron_edit.replicas.masked_copy import scale_, zero_if_
 from megatron_edit.replicas.peers import PeerGroup, Pending
+from megatron_edit.replicas.stopwatch import Stopwatch
 
 
 @dataclass
@@ -125,6 +126,7 @@ class OuterState:
         self,
         decision: Decision,
         phase: str,
+        behind: Stopwatch,
         taken: torch.Tensor | None = None,
         keeps_progress: bool = False,
     ) -> Flight:
@@ -133,6 +135,7 @@ class OuterState:
         Args:
             decision: Verdict and weight.
             phase: What this is part of, for the message when it fails.
+            behind: Runs while a compression computes behind the training.
             taken: The pseudo gradient, which becomes the payload, if it was taken before: for a
                 landing in a later step. Otherwise the landing follows at once.
             keeps_progress: Local progress from now until the landing is to be kept.
@@ -156,6 +159,7 @@ class OuterState:
                 decision.accepted & decision.anchor_moves,
                 decision.anchor_moves,
                 phase,
+                behind,
             )
         return Flight(payload, pending, departure)
 

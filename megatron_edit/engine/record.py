@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, fields
 from functools import partial
 
@@ -15,6 +12,7 @@ from megatron_edit.engine.fingerprint import outnumbered
 from megatron_edit.engine.penalty import clip_coefficient
 from megatron_edit.replicas.mesh import Mesh
 from megatron_edit.replicas.peers import PeerError
+from megatron_edit.replicas.stopwatch import Stopwatch
 
 # Numbers of a round that travel with its norms: steps not skipped, all steps, a hash of the order
 # in which units went, and two that make the fingerprint of the anchor.
@@ -23,7 +21,7 @@ COUNTS = 5
 
 @dataclass(frozen=True)
 class SyncRecord:
-    """One synchronisation; identical on every rank but for ``exposed_ms`` and ``sync_bytes``.
+    """One synchronisation; identical on every rank but for the last three.
 
     Attributes:
         round: Counted from 0.
@@ -39,6 +37,8 @@ class SyncRecord:
         drift: ``[R]``, distance of each replica from the old anchor over the norm of the new one.
         consecutive_rollbacks: ``[U]``, synchronisations in a row that every replica failed.
         exposed_ms: Milliseconds this rank waited for other replicas.
+        computing_ms: Milliseconds this rank's own arithmetic took. That of a compression runs
+            behind the training; where a step waited for it, it is in ``exposed_ms``, too.
         sync_bytes: Bytes this rank sent to other replicas for the payload.
     """
 
@@ -55,6 +55,7 @@ class SyncRecord:
     drift: list[float]
     consecutive_rollbacks: list[int]
     exposed_ms: float
+    computing_ms: float
     sync_bytes: float
 
     @property
@@ -72,32 +73,6 @@ class SyncRecord:
     def pseudo_grad_norm(self) -> float:
         """Norm of the averaged pseudo gradient over all units."""
         return sum(norm**2 for norm in self.averaged_norms) ** 0.5
-
-
-class _Stopwatch:
-    """Adds up stretches of the current stream, without waiting for them on a GPU."""
-
-    def __init__(self, on_gpu: bool) -> None:
-        self._on_gpu = on_gpu
-        self._stretches: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-        self._ms = 0.0
-
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        if self._on_gpu:
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            yield
-            end.record()
-            self._stretches.append((start, end))
-        else:
-            start_s = time.perf_counter()
-            yield
-            self._ms += 1e3 * (time.perf_counter() - start_s)
-
-    def milliseconds(self) -> float:
-        """The sum. On a GPU the recorded events must have passed."""
-        return self._ms + sum(start.elapsed_time(end) for start, end in self._stretches)
 
 
 class _HostCopy:
@@ -154,19 +129,20 @@ class OpenRecord:
         step: Inner steps done before it.
         units: U, units of the replica.
         device: Where the values are computed.
+
+    Attributes:
+        waiting: Runs while the step waits for other replicas.
+        computing: Runs while the step computes for the synchronisation.
+        behind: Runs while something is computed for it behind the training.
     """
 
     def __init__(self, round_: int, step: int, units: int, device: torch.device) -> None:
         self.round, self.step = round_, step
-        self.watch = _Stopwatch(device.type == "cuda")
+        self.waiting, self.computing, self.behind = (Stopwatch(device) for _ in range(3))
         self.bytes = 0.0
         self.decided: Decided | None = None
         # Rows: squared norms of the averaged pseudo gradient, of the anchor, of the momentum.
         self.squares = torch.zeros(3, units, device=device)
-
-    def exposed(self) -> AbstractContextManager[None]:
-        """Context in which the step waits for other replicas."""
-        return self.watch.running()
 
     def applied(self, unit: int, averaged: torch.Tensor, outer: torch.Tensor) -> None:
         """Notes this rank's squared norms of a unit: 0-dim of the average, ``[2]`` outer state."""
@@ -269,6 +245,7 @@ class Recorder:
             momentum_norm=momentum,
             drift=(moved / max(anchor, 1e-30)).tolist(),
             consecutive_rollbacks=[int(value) for value in parts[4].tolist()],
-            exposed_ms=record.watch.milliseconds(),
+            exposed_ms=record.waiting.milliseconds(),
+            computing_ms=record.computing.milliseconds() + record.behind.milliseconds(),
             sync_bytes=record.bytes,
         )

@@ -270,7 +270,7 @@ class SyncEngine:
         """Ends a round: starts to exchange its norms."""
         record = OpenRecord(self.round, self.step, len(self.unit_names), self.device)
         self._backend.release()
-        with record.exposed():
+        with record.waiting.running():
             counts_as_round = self.rendezvous.meet(self.step)
         if not (counts_as_round or however_short):
             return
@@ -298,7 +298,8 @@ class SyncEngine:
         squares = torch.zeros(len(self.unit_names), device=self.device)
         anchors = []
         for state in round_.states:
-            squares[state.unit.index], delta = state.measure(takes)
+            with round_.record.computing.running():
+                squares[state.unit.index], delta = state.measure(takes)
             anchors.append(state.anchor_sum)
             if delta is not None:
                 round_.taken[state.unit.index] = delta
@@ -318,7 +319,7 @@ class SyncEngine:
         """Reaches verdicts and weights, unless that was done. With a delay all units depart."""
         if round_.norms is None:
             return
-        with round_.record.exposed():
+        with round_.record.waiting.running():
             gathered = round_.norms.wait()
         round_.norms = None
         norms, counts = gathered[:, :-COUNTS], gathered[:, -COUNTS:]
@@ -340,7 +341,10 @@ class SyncEngine:
             phase = f"synchronising {state.unit.name} in round {round_.number}"
             decision = round_.decision(self.mesh.replica, index)
             taken = round_.taken.pop(index, None)
-            round_.flights[index] = state.launch(decision, phase, taken, round_.keeps_progress)
+            with round_.record.computing.running():
+                round_.flights[index] = state.launch(
+                    decision, phase, round_.record.behind, taken, round_.keeps_progress
+                )
             round_.record.bytes += state.payload_bytes
             round_.departed += 1
             # Below 2^24: it travels to the other replicas as a float.
@@ -399,16 +403,18 @@ class SyncEngine:
         assert not unit.is_gathered, f"{unit.name} was gathered before its synchronisation"
         self._depart_until(round_, round_.states.index(state) + self.config.sync_prefetch)
         flight = round_.flights.pop(unit.index)
-        with round_.record.exposed():
+        with round_.record.waiting.running():
             flight.pending.wait()
-        square = state.average(flight)
+        with round_.record.computing.running():
+            square = state.average(flight)
         clip_coefficient = None
         if self.config.clip is not None:
             group = self.mesh.worker_group if unit.spans_stages else self.mesh.stage_group
             norm = self.mesh.sum_in_order(square, group).sqrt()
             clip_coefficient = penalty.clip_coefficient(norm, self.config.clip)
         decision = round_.decision(self.mesh.replica, unit.index)
-        outer = state.land(flight, decision, clip_coefficient)
+        with round_.record.computing.running():
+            outer = state.land(flight, decision, clip_coefficient)
         round_.record.applied(unit.index, square, outer)
         del round_.to_land[unit.index]
 

@@ -24,6 +24,7 @@ from megatron_edit.replicas.chains import Chains
 from megatron_edit.replicas.encodings import ENCODINGS
 from megatron_edit.replicas.padding import Padding
 from megatron_edit.replicas.peers import Gathering, PeerGroup, Pending
+from megatron_edit.replicas.stopwatch import Stopwatch
 
 
 class Compressor:
@@ -62,7 +63,12 @@ class Compressor:
         return self.peers.size * self.encoding.row_bytes(self.padding.numel)
 
     def all_reduce(
-        self, payload: torch.Tensor, accepted: torch.Tensor, any_accepted: torch.Tensor, phase: str
+        self,
+        payload: torch.Tensor,
+        accepted: torch.Tensor,
+        any_accepted: torch.Tensor,
+        phase: str,
+        computing: Stopwatch,
     ) -> Pending:
         """Starts summing a payload over the replicas, in place.
 
@@ -71,8 +77,9 @@ class Compressor:
             accepted: 0-dim bool, whether this replica takes part. Otherwise its error is kept back.
             any_accepted: 0-dim bool, whether any replica does. Otherwise nothing is taken as sent.
             phase: What this is part of, for the message when it fails.
+            computing: Runs while this encodes, decodes and adds up.
         """
-        stages = _Stages(self, payload, accepted, any_accepted, phase)
+        stages = _Stages(self, payload, accepted, any_accepted, phase, computing)
         return self._chains.run([stages.send_parts, stages.send_sum, stages.receive_sums])
 
 
@@ -86,9 +93,11 @@ class _Stages:
         accepted: torch.Tensor,
         any_accepted: torch.Tensor,
         phase: str,
+        computing: Stopwatch,
     ) -> None:
         self._compressor, self._payload, self._phase = compressor, payload, phase
         self._accepted, self._any_accepted = accepted, any_accepted
+        self._computing = computing
         self._parts: Gathering | None = None
         self._sums: Gathering | None = None
 
@@ -96,12 +105,13 @@ class _Stages:
     def send_parts(self) -> None:
         """Encodes the payload and sends row i to replica i."""
         it = self._compressor
-        encoded = self._empty_rows(it.peers.size)
-        for stretch in it.padding.stretches:
-            owed = it.error[stretch.padded]
-            stretch.add(self._payload, owed)
-            row, start = encoded[stretch.row], stretch.span.start
-            it.encoding.write(owed, row, start, withheld=~self._accepted)
+        with self._computing.running():
+            encoded = self._empty_rows(it.peers.size)
+            for stretch in it.padding.stretches:
+                owed = it.error[stretch.padded]
+                stretch.add(self._payload, owed)
+                row, start = encoded[stretch.row], stretch.span.start
+                it.encoding.write(owed, row, start, withheld=~self._accepted)
         self._parts = it.peers.start_all_to_all(encoded.view(-1), self._phase)
 
     @torch.no_grad()
@@ -110,16 +120,17 @@ class _Stages:
         assert self._parts is not None
         it, rows = self._compressor, self._parts.wait()
         self._parts = None
-        encoded = self._empty_rows(1)
-        scratch = self._scratch()
-        for span in it.padding.spans:
-            owed = it.sum_error[span]
-            # One after the other: the order in which a kernel adds may depend on the place.
-            for row in rows:
-                part = scratch[: owed.numel()]
-                it.encoding.read(row, span.start, part)
-                owed.add_(part)
-            it.encoding.write(owed, encoded[0], span.start, withheld=~self._any_accepted)
+        with self._computing.running():
+            encoded = self._empty_rows(1)
+            scratch = self._scratch()
+            for span in it.padding.spans:
+                owed = it.sum_error[span]
+                # One after the other: the order in which a kernel adds may depend on the place.
+                for row in rows:
+                    part = scratch[: owed.numel()]
+                    it.encoding.read(row, span.start, part)
+                    owed.add_(part)
+                it.encoding.write(owed, encoded[0], span.start, withheld=~self._any_accepted)
         self._sums = it.peers.start_all_gather(encoded.view(-1), self._phase, payload=True)
 
     @torch.no_grad()
@@ -128,11 +139,12 @@ class _Stages:
         assert self._sums is not None
         it, rows = self._compressor, self._sums.wait()
         self._sums = None
-        scratch = self._scratch()
-        for stretch in it.padding.stretches:
-            values = scratch[: stretch.numel]
-            it.encoding.read(rows[stretch.row], stretch.span.start, values)
-            stretch.scatter(values, self._payload)
+        with self._computing.running():
+            scratch = self._scratch()
+            for stretch in it.padding.stretches:
+                values = scratch[: stretch.numel]
+                it.encoding.read(rows[stretch.row], stretch.span.start, values)
+                stretch.scatter(values, self._payload)
 
     def _empty_rows(self, rows: int) -> torch.Tensor:
         it = self._compressor

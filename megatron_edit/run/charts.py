@@ -36,6 +36,7 @@ def sync_events(record: SyncRecord) -> dict[str, float]:
         "edit/outer-momentum-norm": record.momentum_norm,
         "edit/drift": max(record.drift),
         "edit/sync-bytes": record.sync_bytes,
+        "edit/computing-sync-ms": record.computing_ms,
     }
     for unit, norm in zip(record.units, record.averaged_norms, strict=True):
         events[f"edit/pseudo-grad-norm/{unit}"] = norm
@@ -64,5 +65,6 @@ def chart_layout(replicas: int, units: list[str]) -> dict[str, Any]:
             "anomalies and rollbacks": ["Multiline", ["edit/anomalies$", "edit/rollbacks$"]],
             "drift": ["Multiline", ["edit/drift$"]],
             "exposed synchronisation (ms)": ["Multiline", ["edit/exposed-sync-ms$"]],
+            "computing of a synchronisation (ms)": ["Multiline", ["edit/computing-sync-ms$"]],
         }
     }
