@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
+from megatron_edit.engine.detector_state import DetectorState
 from megatron_edit.engine.penalty import (
     DETECTORS,
-    DetectorState,
     masked_median,
     verdicts,
 )

@@ -28,6 +28,8 @@ import torch.distributed as dist
 from megatron_edit.config.edit_config import EditConfig
 from megatron_edit.engine import fingerprint, penalty
 from megatron_edit.engine.backend import Backend, Unit
+from megatron_edit.engine.detector_state import DetectorState
+from megatron_edit.engine.first_anchor import check_first_anchor
 from megatron_edit.engine.outer_state import OuterState
 from megatron_edit.engine.record import COUNTS, Decided, OpenRecord, Recorder, SyncRecord
 from megatron_edit.engine.rendezvous import build_rendezvous
@@ -67,9 +69,7 @@ class SyncEngine:
         self.skipped_in_round = torch.zeros((), device=self.device)
         self.outer: list[OuterState] = []
         self.flying: list[Round] = []
-        self.detector = penalty.DetectorState.zeros(
-            mesh.replicas, len(self.unit_names), self.device
-        )
+        self.detector = DetectorState.zeros(mesh.replicas, len(self.unit_names), self.device)
         self._chains: Chains | None = None
         if config.compression != "none":
             self._chains = Chains(self.device, config.sync_prefetch)
@@ -224,44 +224,13 @@ class SyncEngine:
             RuntimeError: The replicas hold different parameters, or such as are not finite.
         """
         if verify:
-            self.check_replicas_agree()
-            self._check_finite()
+            check_first_anchor(self.units, self.mesh, self.step)
         # A unit with parts on two stages comes first: its holders meet before the first forward.
         ordered = sorted(self.units, key=lambda unit: not unit.spans_stages)
         self.outer = [
             OuterState(unit, self.config, self.mesh.peers, self._chains) for unit in ordered
         ]
         self.rendezvous.begin(self.step)
-
-    def check_replicas_agree(self) -> None:
-        """Compares a hash of the parameters over the replicas, on the host.
-
-        Raises:
-            RuntimeError: The replicas differ. Raised on every rank, since those whose own shards
-                agree would wait for the others in their next collective.
-        """
-        hashes = torch.stack(
-            [fingerprint.position_hash(local) for unit in self.units for local in unit.locals]
-        )
-        gathered = self.mesh.peers.all_gather(hashes, "comparing the parameters of the replicas")
-        differ = (gathered != gathered[0]).any().int()
-        dist.all_reduce(differ, dist.ReduceOp.MAX, group=self.mesh.worker_group)
-        if bool(differ):
-            raise RuntimeError(
-                f"the replicas hold different parameters at step {self.step}, where they should "
-                "agree: same seed and checkpoint on all of them?"
-            )
-
-    def _check_finite(self) -> None:
-        """Refuses parameters that no replica could go on from, on every rank of the replica."""
-        norms = torch._foreach_norm([local for unit in self.units for local in unit.locals])
-        bad = (~torch.isfinite(torch.stack(norms))).any().int()
-        dist.all_reduce(bad, dist.ReduceOp.MAX, group=self.mesh.worker_group)
-        if bool(bad):
-            raise RuntimeError(
-                f"the parameters are not finite at step {self.step}, where they would become the "
-                "first anchor"
-            )
 
     def _delay(self) -> int:
         return self.config.sync_interval if self.config.delay_round else self.config.delay_steps
