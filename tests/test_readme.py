@@ -16,6 +16,7 @@ from distributed import free_port
 
 from megatron_edit.commands import simulate
 from megatron_edit.config.arguments import parse_args
+from megatron_edit.config.hf_arguments import TABLES
 from megatron_edit.config.parser import known_flags
 from megatron_edit.platform import nccl
 
@@ -143,7 +144,16 @@ def own_flags() -> set[str]:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_flags_exist(page: Path) -> None:
     made = {"--" + name.replace("_", "-") for name in simulate.DIRECT}
-    known = {*known_flags(), *own_flags(), *made, *LAUNCHER_FLAGS, *PIP_FLAGS, "--help"}
+    of_transformers = {flag.name for flags in TABLES.values() for flag in flags}
+    known = {
+        *known_flags(),
+        *of_transformers,
+        *own_flags(),
+        *made,
+        *LAUNCHER_FLAGS,
+        *PIP_FLAGS,
+        "--help",
+    }
     for flag in re.findall(r"(?<![\w-])--[a-z][\w-]*", page.read_text()):
         # `--edit-*` stands for all of them.
         assert flag in known or flag == "--edit-", f"{page.name}: {flag}"

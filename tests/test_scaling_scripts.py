@@ -338,15 +338,22 @@ def test_bad_simulations(refused: Command, arguments: list[str], message: str) -
     assert message in refused("simulate_run", *arguments)
 
 
-@pytest.mark.parametrize("name", ["fit_scaling_law", "plan_cluster", "simulate_run"])
+@pytest.mark.parametrize(
+    ("name", "command"),
+    [
+        ("fit_scaling_law", "edit-fit"),
+        ("plan_cluster", "edit-plan"),
+        ("simulate_run", "edit-simulate"),
+    ],
+)
 def test_help(
-    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    name: str, command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", [name, "--help"])
     with pytest.raises(SystemExit) as stopped:
         script(name).main()
     assert stopped.value.code == 0
-    assert "python scripts/" in capsys.readouterr().out
+    assert f"\n    {command} " in capsys.readouterr().out
 
 
 def test_configuration_errors_are_one_line() -> None:

@@ -7,11 +7,11 @@ CLUSTER.yaml describes the model, and either `sites` (one cluster or several) or
 devices behind a server); examples/clusters/ has one of each. Every field, its unit and its default
 are in docs/scaling.md. Links can be measured on the running cluster and put into the plan:
 
-    torchrun --nnodes 2 --nproc-per-node 1 ... scripts/plan_cluster.py --measure links.json
+    torchrun --nnodes 2 --nproc-per-node 1 ... --no-python edit-plan --measure links.json
     edit-plan CLUSTER.yaml --links links.json --link node_link
 
-Losses are the published laws of DiLoCo, or with `--laws` those that fit_scaling_law.py --form
-replicas --json wrote.
+Losses are the published laws of DiLoCo, or with `--laws` those that `edit-fit --form replicas
+--json` wrote.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def parse_arguments() -> argparse.Namespace:
         "--write", type=Path, metavar="FILE", help="write a JSON with the recommended edit section"
     )
     parser.add_argument(
-        "--laws", type=Path, metavar="FILE", help="laws from fit_scaling_law.py --form replicas"
+        "--laws", type=Path, metavar="FILE", help="laws from edit-fit --form replicas"
     )
     parser.add_argument(
         "--measure", type=Path, metavar="FILE", help="under torchrun: measure the links, write them"
@@ -132,7 +132,7 @@ def with_links(cluster: Cluster, path: Path, which: str) -> Cluster:
 
 
 class FittedLaw(BaseModel):
-    """A law as `fit_scaling_law.py --json` writes it; what else it writes is not needed here."""
+    """A law as `edit-fit --json` writes it; what else it writes is not needed here."""
 
     form: str
     variable: Literal["parameters", "tokens", "compute"] | None
@@ -163,7 +163,7 @@ def read_penalty(cluster: Cluster, path: Path | None) -> LossPenalty:
     if len(joint) != 1 or sync is None or not sync.is_of(PowerForm):
         raise ConfigurationError(
             f"--laws {path}: needs a power law of sync and the joint law of one local method; "
-            "fit_scaling_law.py --form replicas --json writes them"
+            "edit-fit --form replicas --json writes them"
         )
     over = sync.variable
     if over is None or over != joint[0].variable:

@@ -251,7 +251,7 @@ def _check_prefix(prefix: str, flag: str) -> None:
     for suffix in (".bin", ".idx"):
         if not Path(prefix + suffix).is_file():
             has_suffix = prefix.endswith((".bin", ".idx"))
-            hint = "leave the suffix out" if has_suffix else "scripts/preprocess_data.py writes it"
+            hint = "leave the suffix out" if has_suffix else "edit-preprocess writes it"
             raise ConfigurationError(
                 f"{flag} {prefix}: the file {prefix}{suffix} is missing; {hint}", per_host=True
             )

@@ -38,7 +38,7 @@ _WITHOUT_EFFECT = {
     "FSDP2 shards, buckets and overlaps in its own way": f"""
         {_in_section("zero_optimization", _ZERO)} disable_allgather zero_allow_untested_optimizer
         zero_force_ds_cpu_optimizer use_data_before_expert_parallelism""",
-    "checkpoints are those of --save; scripts/export_hf.py writes whole weights": f"""
+    "checkpoints are those of --save; edit-export writes whole weights": f"""
         {_in_section("zero_optimization", _WHOLE_WEIGHTS)} checkpoint nebula datastates_ckpt""",
     "gradients are averaged in fp32": """
         prescale_gradients gradient_predivide_factor sparse_gradients""",
@@ -101,7 +101,7 @@ REFUSED = {
     "quantize_training": "the whole model is trained; leave the section out",
     "weight_quantization": "the whole model is trained; leave the section out",
     "eigenvalue": "the whole model is trained; leave the section out",
-    "autotuning": "scripts/plan_cluster.py finds settings; leave the section out",
+    "autotuning": "edit-plan finds settings; leave the section out",
     "elasticity": "the number of ranks is fixed; use edit.replicas",
     "comet": "use tensorboard, csv_monitor or wandb",
 }

@@ -124,8 +124,7 @@ def sources_from_args(args: Namespace) -> Sources:
         return Sources(per_split=(train, valid, test))
     if not common:
         raise ConfigurationError(
-            "--data-path: missing; give the prefix that scripts/preprocess_data.py wrote, or "
-            "--mock-data"
+            "--data-path: missing; give the prefix that edit-preprocess wrote, or --mock-data"
         )
     return Sources(parse_blend("--data-path", common), parse_split(getattr(args, "split", None)))
 

@@ -67,11 +67,6 @@ def _piece_of_stage_1_2(optimizer: Any, name: str, parameter: nn.Parameter) -> P
     )
 
 
-def gathers_all(engine: Any) -> bool:
-    """Whether whole parameters are made of all ranks' pieces by :func:`share_pieces` alone."""
-    return stage(engine) < 3
-
-
 def share_pieces(engine: Any) -> None:
     """ZeRO-1/2: copies the masters to the parameters, on all ranks of the shard group."""
     optimizer = engine.optimizer

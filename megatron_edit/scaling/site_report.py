@@ -33,7 +33,7 @@ class SiteReport:
     Attributes:
         chosen: The best acceptable setting by days to equal loss.
         quickest: The best acceptable setting by days at equal tokens.
-        writable: The best setting that the trainer of this checkout accepts.
+        writable: The best setting that the trainer of this version accepts.
     """
 
     def __init__(

@@ -33,7 +33,7 @@ def edit_section(setting: Setting, warmup_steps: int, step: float) -> dict[str, 
 
 
 def refusal(section: dict[str, object]) -> str | None:
-    """Returns why the trainer of this checkout refuses a section, or None."""
+    """Returns why the trainer of this version refuses a section, or None."""
     try:
         resolve(None, section, {})
     except ConfigurationError as error:
@@ -42,7 +42,7 @@ def refusal(section: dict[str, object]) -> str | None:
 
 
 def known_to_trainer(plans: Sequence[Plan], warmup_steps: int) -> list[Plan]:
-    """Returns the plans whose settings the trainer of this checkout accepts."""
+    """Returns the plans whose settings the trainer of this version accepts."""
     return [
         plan
         for plan in plans
