@@ -50,8 +50,9 @@ def did_you_mean(given: object, known: Iterable[str]) -> str:
 def _slips(given: str, known: str) -> int | None:
     """Returns how many slips of the pen lie between two names; None if they differ by more.
 
-    A slip is a letter left out, added, changed or swapped with the next. A word may have one for
-    each four letters, but none in its digits or at its start. Case and separators do not count.
+    A slip is a letter left out, added, changed or swapped with the next. A word may have one in
+    three letters, two in seven, but none in its digits or at its start. Case and separators do not
+    count.
     """
     ours, theirs = _words(given), _words(known)
     if "".join(ours) == "".join(theirs):
@@ -60,7 +61,7 @@ def _slips(given: str, known: str) -> int | None:
         return None
     total = 0
     for word, right in zip(ours, theirs, strict=True):
-        most = len(right) // 4
+        most = (len(right) + 1) // 4
         same = word[:1] == right[:1] and _digits(word) == _digits(right)
         if not same or abs(len(word) - len(right)) > most:
             return None

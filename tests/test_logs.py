@@ -106,7 +106,8 @@ def test_a_log_without_a_table_is_one_start() -> None:
 
 def _trained_twice(line: str) -> str:
     first = pretrain(command_line(line))
-    longer = pretrain(command_line(f"{line} --train-iters 30 --load {line.split()[-1]}"))
+    more = "--train-iters 30 --override-opt_param-scheduler"
+    longer = pretrain(command_line(f"{line} {more} --load {line.split()[-1]}"))
     assert [first.code, longer.code] == [0, 0]
     return first.out + longer.out
 

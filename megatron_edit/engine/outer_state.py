@@ -136,8 +136,8 @@ class OuterState:
             decision: Verdict and weight.
             phase: What this is part of, for the message when it fails.
             behind: Runs while a compression computes behind the training.
-            taken: The pseudo gradient, which becomes the payload, if it was taken before: for a
-                landing in a later step. Otherwise the landing follows at once.
+            taken: The pseudo gradient, which becomes the payload, if it was kept when it was
+                measured. Otherwise it is computed again, and the landing follows soon.
             keeps_progress: Local progress from now until the landing is to be kept.
         """
         if taken is not None:

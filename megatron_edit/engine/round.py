@@ -24,8 +24,8 @@ class Round:
         states: The units of this rank that it synchronises, in the order of their departure, which
             all replicas share.
         norms: On their way, with the counts of the round; None once it is decided.
-        taken: With a delay the pseudo gradients as the round ended, by unit index, until they
-            depart.
+        taken: Pseudo gradients as the round ended, by unit index, until they depart: with a delay
+            of all units, otherwise of those that depart at once.
         flights: Units under way, by unit index.
         departed: How many units have departed.
         to_land: Those that have yet to land in the forward that has begun, by unit index.

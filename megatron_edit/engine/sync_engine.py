@@ -250,26 +250,28 @@ class SyncEngine:
             record=record,
             states=list(self.outer),
         )
-        self._exchange_norms(opened, takes=delay > 0)
+        # Those that depart at once need not be computed again.
+        at_once = self.config.sync_prefetch + 1
+        self._exchange_norms(opened, taken=len(self.outer) if delay > 0 else at_once)
         self.round += 1
         self.steps_in_round = 0
         self.skipped_in_round.zero_()
         self._order_hash = 0
         self.flying.append(opened)
 
-    def _exchange_norms(self, round_: Round, takes: bool) -> None:
+    def _exchange_norms(self, round_: Round, taken: int) -> None:
         """Sends off G ``[U]`` and the numbers of the round (``COUNTS``).
 
         Args:
             round_: The round that ends.
-            takes: Whether the pseudo gradients are kept for their departure.
+            taken: Of so many units the pseudo gradients are kept for their departure.
         """
         squares = torch.zeros(len(self.unit_names), device=self.device)
-        anchors = []
-        for state in round_.states:
+        anchors = {}
+        for position, state in enumerate(round_.states):
             with round_.record.computing.running():
-                squares[state.unit.index], delta = state.measure(takes)
-            anchors.append(state.anchor_sum)
+                squares[state.unit.index], delta = state.measure(takes=position < taken)
+            anchors[state.unit.index] = state.anchor_sum
             if delta is not None:
                 round_.taken[state.unit.index] = delta
         if self.mesh.replica_size > 1:
@@ -278,9 +280,9 @@ class SyncEngine:
         numbers = (self.steps_in_round, self.steps_in_round, self._order_hash)
         counts = [squares.new_full((1,), float(number)) for number in numbers]
         counts[0] -= self.skipped_in_round
-        anchor = fingerprint.as_floats(fingerprint.combine(anchors))
+        anchor = fingerprint.combine([anchors[unit] for unit in sorted(anchors)])
         round_.norms = self.mesh.peers.start_all_gather(
-            torch.cat([squares.sqrt(), *counts, anchor]),
+            torch.cat([squares.sqrt(), *counts, fingerprint.as_floats(anchor)]),
             f"exchanging norms in round {round_.number}",
         )
 
@@ -299,7 +301,7 @@ class SyncEngine:
         weights = penalty.weights(full, accepted, steps, samples, self.config)
         rollbacks = self.detector.consecutive_rollbacks.float()
         round_.record.decided = Decided(norms, weights, accepted.float(), counts, rollbacks)
-        if round_.taken:
+        if round_.lands_at > self.step:
             self._depart_until(round_, len(round_.states) - 1)
 
     def _depart_until(self, round_: Round, last: int) -> None:
